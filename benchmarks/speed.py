@@ -24,8 +24,7 @@ from tqdm import tqdm
 from coupled_adam.cli.options import DeviceOption
 from coupled_adam.cli.terminal import show
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.recipe import load_recipe, override, read_yaml
 from coupled_adam.lab.training.environment import environment
 
 OTHERS = (

@@ -25,7 +25,6 @@ from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training import distributed
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
@@ -64,21 +63,10 @@ def test_compare(small_recipe, text_file, tmp_path):
     )
     for name in runs:
         folder = out / name
-        assert {path.name for path in folder.iterdir()} == {
-            "config.yaml",
-            "environment.json",
-            "metrics.jsonl",
-            "evaluation.json",
-            "checkpoints",
-            "model",
-            "tensorboard",
-            "unigram_counts.npy",
-            ".lock",
-            *(["second_moments"] if name.startswith("adamw") else []),
-        }
-        environment = json.loads((folder / "environment.json").read_text())
-        assert environment["packages"]["torch"] == torch.__version__
-        assert environment["command"][1] == "compare"
+        files = "config.yaml environment.json metrics.jsonl evaluation.json checkpoints model"
+        files += " tensorboard unigram_counts.npy .lock"
+        files += " second_moments" if name.startswith("adamw") else ""
+        assert {path.name for path in folder.iterdir()} == {*files.split()}
         # The model is one that Hugging Face loads, and the numbers are its numbers.
         model = GPT2LMHeadModel.from_pretrained(folder / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -133,14 +121,14 @@ def errors(small_recipe, text_file, tmp_path):
         (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
         (("tiny",), "unrecognized arguments: tiny"),
         (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
-        (("--arms.half.row_exponent=0.5",), "There are adamw, coupled"),
+        (("--arms.half.row_exponent=0.5",), "the recipe has the arms adamw, coupled"),
         (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
         (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         (("--steps",), "--steps: expected one argument"),
         (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        (("--seeds", 0, *recipe), "seeds=[] must be different whole numbers, at least one"),
+        (("--seeds", 0, *recipe), "seeds=[]: List should have at least 1 item"),
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),
@@ -279,19 +267,13 @@ def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch)
 
 
 def test_one_of_several_gpus(monkeypatch):
-    """By its number for one process; a launcher shares them out among several."""
+    """By its number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     devices = [DeviceOption(device=name).usable_device() for name in ("auto", "cuda", "cuda:1")]
     assert devices == ["cuda", "cuda", "cuda:1"]
     with pytest.raises(UsageError, match="--device cuda:2 is not available here; available: cuda"):
         DeviceOption(device="cuda:2").usable_device()
-    monkeypatch.setattr(distributed, "launcher", Mock())
-    with (
-        pytest.raises(UsageError, match="--device cuda:1 is for one process"),
-        distributed.process_group("cuda:1"),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -315,33 +297,12 @@ def test_resume_with_another_recipe(recipe, tmp_path, capsys, monkeypatch):
     assert "holds another comparison" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["analyze", "evaluate"])
-def test_a_comparison_is_no_model(command, tmp_path, capsys):
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    assert main([command, str(tmp_path / "runs")]) == 2
-    assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
-
-
-def test_embeddings_without_numpy():
-    script = "import sys; sys.modules['numpy'] = None; import coupled_adam.embeddings"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "coupled_adam.embeddings needs an extra, pip install" in result.stderr
-    assert "[embeddings]" in result.stderr
-
-
 @pytest.mark.parametrize("arguments", [(), ("comapre",)])
 def test_no_command(arguments):
     result = run(*arguments)
     assert result.returncode == 2
     assert "compare" in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_version():
-    from coupled_adam import __version__
-
-    assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
 
 
 def parser_of(name):
@@ -392,7 +353,6 @@ def test_torchrun_takes_no_option_for_its_own(name):
     [
         (["recipes"], "pydantic"),
         (["analyze", "m.npy"], "scipy"),
-        (["compare"], "yaml"),
     ],
 )
 def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
@@ -409,20 +369,6 @@ def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
     assert missing in line
     assert "pip install" in line
     assert "[lab]" in line
-
-
-def test_recipes(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    for words in (
-        "tiny",
-        "124M-20B-scaled",
-        "2.6B-210B",
-        "stablelm, 32 x 2560",
-        "Skylion007/openwebtext",
-    ):
-        assert words in listed
 
 
 def test_import_needs_torch_alone():

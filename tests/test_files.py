@@ -1,7 +1,6 @@
 """Files and folders are complete or absent, and locks end with their process."""
 
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
@@ -51,18 +50,6 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
         fill(folder, "another")
     assert (tmp_path / "x" / "a").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-def test_side_by_side(tmp_path):
-    """However many write the same file: it is complete, and none fails."""
-
-    def write(number):
-        files.write_atomically(tmp_path / "file", str(number) * 1000)
-
-    with ThreadPoolExecutor(8) as pool:
-        [*pool.map(write, range(400))]
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert len({*(tmp_path / "file").read_text()}) <= 3
 
 
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):

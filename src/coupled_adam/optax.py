@@ -226,14 +226,6 @@ def coupled_adamw(
 
     Warns:
         UserWarning: in ``init``, if no parameter is coupled.
-
-    Example:
-        >>> def labels(params):
-        ...     return jax.tree_util.tree_map_with_path(
-        ...         lambda path, _: "coupled" if "wte" in jax.tree_util.keystr(path) else "adamw",
-        ...         params,
-        ...     )
-        >>> tx = coupled_adamw(6e-4, b2=0.95, labels=labels)
     """
     _check_static(coupled_b1=0.0 if coupled_b1 is None else coupled_b1)
     # A model of equinox, and so a tree of labels with its structure, may itself be callable.

@@ -21,15 +21,7 @@ _OF_GROUPS = {"embeddings", "head_lr", "embedding_weight_decay", "couple", "tabl
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     """Let a trainer train with Coupled Adam: the same line for every subclass of ``Trainer``.
 
-    It is for those, too, that have no argument for an optimizer's class, such as TRL's for DPO,
-    GRPO and KTO. Call it before ``trainer.train()``::
-
-        use_coupled_adam(trainer, embeddings="lean")
-
-    Args:
-        trainer: the trainer, whose model, learning rate, betas, epsilon, weight decay and ``fused``
-            are used.
-        options: as in :class:`CoupledAdamWFactory`.
+    Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`.
 
     Raises:
         ValueError: if the trainer has an optimizer already.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from bench.cases import Case
 from bench.optimizers import OPTIMIZERS
-from bench.results import Timed, bench_table
+from bench.results import Timed
 from bench.steps import bench
-from bench.timing import Quartiles, sample_in_turn
-from bench.training import TrainingSpeed, training_speed
+from bench.timing import sample_in_turn
+from bench.training import training_speed
 
 from coupled_adam.lab.recipe import load_recipe, override
 
@@ -47,37 +47,6 @@ def test_ratio_and_bandwidth():
     assert timed.ratio == (2.0, 3.0, 4.0)
     # Three times what a copy moves, in three times its time.
     assert timed.bandwidth == pytest.approx(1.0)
-
-
-def test_noise_is_said_in_words():
-    """Whatever the ratio is: the quartiles' distance counts relative to the median."""
-    assert not Quartiles(0.95, 1.0, 1.14).noisy
-    assert Quartiles(0.95, 1.0, 1.16).noisy
-    assert not Quartiles(7.0, 8.0, 8.5).noisy
-    quiet = [(1.0 + 0.001 * i, 1.0, 1.0) for i in range(9)]
-    shown = []
-    for samples in (quiet, STEADY):
-        timed = Timed(Case(10, 4), "AdamW", samples, 0, None, None)
-        (row,) = bench_table([timed]).rows
-        shown.append((row[4], timed.to_dict()["noisy"]))
-    assert shown == [("(1.00–1.01)", False), ("(2.00–4.00) too noisy to tell", True)]
-    speed = TrainingSpeed("tiny", 1, 1, [(a, b) for a, b, _ in STEADY])
-    assert speed.summary.endswith("too noisy to tell")
-    assert speed.to_dict()["noisy"]
-
-
-def test_json_and_back():
-    samples = [(1.23456789e-4, 1e-3, 5e-6), (2e-4, 1e-3, 6e-6)]
-    timed = Timed(Case(10, 4, "bfloat16", 2, True), "AdamW", samples, 8, None, 3)
-    read = Timed.from_dict(json.loads(json.dumps(timed.to_dict())))
-    assert read.case == timed.case
-    assert read.samples == [(1.23457e-4, 1e-3, 5e-6), (2e-4, 1e-3, 6e-6)]
-    assert (read.optimizer, read.state_bytes, read.extra_bytes, read.moved_bytes) == (
-        "AdamW",
-        8,
-        None,
-        3,
-    )
 
 
 def test_samples_are_taken_in_turn():

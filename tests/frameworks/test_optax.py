@@ -129,24 +129,6 @@ def test_oracle(options, columns):
         assert state.mean_update is None
 
 
-def test_eager_and_scan():
-    """Without compilation, and as the body of a loop, where a state must keep its types."""
-    tx = optimizer(row_exponent=0.5)
-    grads = jnp.asarray(gradients())
-
-    def step(carry, g):
-        params, state = carry
-        updates, state = tx.update(g, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    params = jnp.asarray(matrix())
-    (scanned, _), _ = jax.lax.scan(step, (params, tx.init(params)), grads)
-    eager, _ = train(tx, params, grads[:2], update=tx.update)
-    jitted, _ = train(tx, params, grads[:2])
-    close(scanned, expected(row_exponent=0.5).embeddings)
-    close(eager, jitted)
-
-
 @pytest.mark.parametrize("options", [{}, {"row_exponent": 1.0, "zero_sum": True}], ids=str)
 def test_vmap_over_seeds(options):
     tx = optimizer(**options)
@@ -213,37 +195,6 @@ def test_zero_sum_under_a_schedule():
         truth = expected(lr=lambda t: float(warmup(t)), **options)
         close(params, truth.embeddings)
         close(moments(state).mean_update, truth.d)
-
-
-@pytest.mark.parametrize("row", [1e200, 1e-200], ids=["overflow", "underflow"])
-@pytest.mark.parametrize("options", [LEAN, {"zero_sum": True}], ids=str)
-def test_squares_out_of_range(row, options):
-    """The row stays where it is, and the others do what they do without it."""
-    grads = [g.copy() for g in gradients()]
-    for g in grads:
-        g[1] = row
-    params, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
-    for g in grads:
-        g[1] = 0
-    without, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
-    close(params, without)
-    close(params[1], matrix()[1])
-
-
-def test_gradient_through_the_update():
-    """It is finite, also where a token or a column has had no gradient."""
-    grads = [jnp.asarray(g) for g in gradients()[:2]]
-
-    def after(scale):
-        tx = optimizer(**LEAN)
-        params = jnp.asarray(matrix())
-        state = tx.init(params)
-        for g in grads:
-            updates, state = tx.update(scale * g, state, params)
-            params = optax.apply_updates(params, updates)
-        return jnp.square(params).sum()
-
-    assert jnp.isfinite(jax.grad(after)(1.0))
 
 
 def test_half_precision():

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import (
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 import token_models
-from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups
+from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.transformers import CoupledAdamWFactory, use_coupled_adam
 
 V, STEPS, ACCUMULATED = 50, 6, 2
@@ -127,56 +126,6 @@ def test_trainer_resumes(tmp_path):
     assert coupled["param_names"] == ["lm_head.weight"]
     (p,) = coupled["params"]
     assert resumed.optimizer.state[p]["exp_avg_sq"].shape == (8,)
-
-
-def test_a_class_and_the_size_of_the_vocabulary(tmp_path):
-    """The trainer passes on groups of parameters: the size couples what the factory couples."""
-    options = {"lr": 1e-2, "betas": (0.9, 0.95)}
-    trainers = [
-        Trainer(
-            gpt2(),
-            arguments(tmp_path, weight_decay=0.0, save_strategy="no"),
-            train_dataset=Texts(),
-            optimizer_cls_and_kwargs=built,
-        )
-        for built in (
-            (CoupledAdamW, {**options, "vocab_size": V}),
-            (CoupledAdamWFactory, {**options, "weight_decay": 0.0}),
-        )
-    ]
-    for trainer in trainers:
-        trainer.train()
-    for p, q in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
-def test_muon(tmp_path):
-    """A function that returns the class is a factory, too; a schedule keeps the ratio of rates."""
-    trainer = Trainer(
-        gpt2(),
-        arguments(tmp_path, lr_scheduler_type="linear", max_steps=4, save_strategy="no"),
-        train_dataset=Texts(),
-        optimizer_cls_and_kwargs=(
-            lambda: MuonWithCoupledAdam,
-            {"lr": 1e-3, "embeddings": {"lr_factor": 5}},
-        ),
-    )
-    seen = []
-    trainer.add_callback(Rates(seen))
-    trainer.train()
-    assert seen == [pytest.approx([1e-3 * f, 1e-3 * f, 5e-3 * f]) for f in SCHEDULE]
-
-
-SCHEDULE = (1, 0.75, 0.5, 0.25)
-
-
-class Rates(TrainerCallback):
-    def __init__(self, seen):
-        self.seen = seen
-
-    def on_pre_optimizer_step(self, *_, optimizer, **__):
-        self.seen.append([group["lr"] for group in optimizer.param_groups])
 
 
 def test_the_page_names_the_versions_that_are_tried():

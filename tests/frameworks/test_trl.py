@@ -1,4 +1,4 @@
-"""TRL and sentence-transformers, whose trainers are subclasses of Hugging Face's."""
+"""TRL, whose trainers are subclasses of Hugging Face's, and PEFT."""
 
 import copy
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
-    BertModel,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -15,8 +13,6 @@ from transformers import (
 
 import token_models
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.embeddings import analyze
-from coupled_adam.embeddings.transformers import EmbeddingMeasures
 from coupled_adam.transformers import CoupledAdamWFactory, use_coupled_adam
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
@@ -147,33 +143,3 @@ def test_peft(options, coupled, tied):
     changed = {n for n, p in adapted.named_parameters() if not torch.equal(p, before[n])}
     assert coupled <= changed
     assert not any("original_module" in name for name in changed)
-
-
-def test_sentence_transformers(tmp_path):
-    """The microscope's callback: a contrastive loss has no softmax over a vocabulary."""
-    st = pytest.importorskip("sentence_transformers")
-    from datasets import Dataset
-    from sentence_transformers.models import Pooling, Transformer
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    torch.manual_seed(0)
-    bert = BertModel(BertConfig(**SIZE, num_attention_heads=2, max_position_embeddings=16))
-    bert.save_pretrained(tmp_path / "bert")
-    tokenizer().save_pretrained(tmp_path / "bert")
-    model = st.SentenceTransformer(
-        modules=[Transformer(str(tmp_path / "bert")), Pooling(8)], device="cpu"
-    )
-    trainer = st.SentenceTransformerTrainer(
-        model,
-        st.SentenceTransformerTrainingArguments(str(tmp_path / "run"), **TRAINING),
-        train_dataset=Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]}),
-        loss=MultipleNegativesRankingLoss(model),
-    )
-    table = model[0].auto_model.embeddings.word_embeddings
-    trainer.add_callback(
-        EmbeddingMeasures(trainer, 1, embeddings=lambda _: {"output": table.weight})
-    )
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "embeddings/mean_norm" in line]
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[-1]["embeddings/mean_norm"] == analyze(table.weight).mean_norm

@@ -6,12 +6,11 @@ import os
 import shutil
 import signal
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,8 +18,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data import corpus as corpora
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus, waiting_for
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
@@ -177,7 +175,7 @@ def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):
     """Nothing is locked where nothing is made: others' caches and read-only disks are fine."""
     corpus = prepare_corpus(recipe, tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with waiting_for(tmp_path / f"{corpus.folder.name}.lock", ""):
+    with FileLock(tmp_path / f"{corpus.folder.name}.lock"):
         assert prepare_corpus(recipe, tmp_path).facts == corpus.facts
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -234,24 +232,6 @@ def test_two_processes_at_once(process, recipe, tmp_path):
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
 
 
-def test_waiting_is_announced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(corpora, "_SAYS_AFTER", 0.05)
-
-    def second():
-        with waiting_for(tmp_path / "lock", "the first"):
-            return True
-
-    with ThreadPoolExecutor(1) as pool:
-        with waiting_for(tmp_path / "lock", "nobody"):
-            later, said = pool.submit(second), ""
-            while not said.endswith("\n"):
-                time.sleep(0.01)
-                said += capsys.readouterr().err
-            assert not later.done()
-        assert later.result(timeout=30)
-    assert said == "waiting for the first\n"
-
-
 def test_kill_in_the_middle(process, recipe, tmp_path):
     """What a killed process leaves is no corpus, and goes when that corpus is made."""
     cache = tmp_path / "cache"
@@ -265,13 +245,6 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
         assert set(entries(cache)) == {corpus.folder, made_now}
 
 
-def test_a_corpus_that_is_damaged(recipe, tmp_path):
-    corpus = prepare_corpus(recipe, tmp_path)
-    (corpus.folder / "corpus.json").write_text("{")
-    with pytest.raises(UsageError, match=rf"{corpus.folder} is damaged .*: remove it"):
-        prepare_corpus(recipe, tmp_path)
-
-
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
 def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""
@@ -281,12 +254,6 @@ def test_full_disk(process, recipe, tmp_path, room):
     assert said.count("\n") == 1
     assert entries(tmp_path / "cache") == []
     prepare_corpus(recipe, tmp_path / "cache")
-
-
-def test_a_cache_that_is_no_folder(recipe, tmp_path):
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(UsageError, match="cannot be written to the cache"):
-        prepare_corpus(recipe, tmp_path / "cache")
 
 
 def test_default_cache(monkeypatch, tmp_path):
@@ -308,13 +275,6 @@ def test_short_text(recipe, tmp_path):
     long = override(recipe, {"training.batch_size": 10_000})
     with pytest.raises(UsageError, match="its train split has"):
         prepare_corpus(long, tmp_path / "cache")
-
-
-def test_unreadable_text_leaves_nothing(recipe, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
-    with pytest.raises(UsageError, match=r"a.jsonl: line 2 is not JSON"):
-        prepare_corpus(with_text(recipe, tmp_path / "a.jsonl"), tmp_path / "cache")
-    assert entries(tmp_path / "cache") == []
 
 
 def byte_tokenizer(folder):
@@ -368,14 +328,6 @@ def test_a_slow_tokenizer(recipe, text_file, tmp_path):
     assert bytes((ids[1 : np.flatnonzero(ids[1:] == 1)[:1].sum() or 300] - 3).tolist()).isascii()
 
 
-def unknowing_tokenizer(folder):
-    """It knows "a", but nothing stands for what it does not know."""
-    word_tokenizer(folder, eos_token="<end>")
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["a"] = content["model"]["vocab"].pop(content["model"]["unk_token"])
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
 def broken_tokenizer(folder):
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{")
@@ -384,12 +336,11 @@ def broken_tokenizer(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (unknowing_tokenizer, r"has no tokenizer that can be read .*Missing \[UNK\] token"),
         (word_tokenizer, "has neither eos_token nor bos_token"),
         (broken_tokenizer, "has no tokenizer that can be read"),
         (Path.mkdir, "has no tokenizer that can be read"),
     ],
-    ids=["unknowing", "no end", "broken", "empty"],
+    ids=["no end", "broken", "empty"],
 )
 def test_unusable_tokenizers(make, message, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -399,14 +350,6 @@ def test_unusable_tokenizers(make, message, tmp_path, monkeypatch):
         corpus_tokenizer(str(folder), 300)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
-
-
-def test_a_tokenizer_that_is_not_on_the_hub(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="give a tokenizer's folder or its id") as caught:
-        corpus_tokenizer("nobody/nothing", 300)
-    assert "\n" not in str(caught.value)
-    assert "nobody/nothing" in str(caught.value)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
@@ -440,7 +383,7 @@ def test_existing_token_files(recipe, tmp_path):
 
     with pytest.raises(UsageError, match=r"^data.tokens=.* is too short"):
         prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
-    with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids range from 0 to 299"):
+    with pytest.raises(UsageError, match=r"=299 .* not fit .*train_1.bin .<u2.: token ids range"):
         prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")
     ids[::-1][:3000].tofile(folder / "train_1.bin")
     changed = prepare_corpus(recipe, tmp_path / "cache")

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import re
 import resource
 import signal
 import subprocess
@@ -32,7 +31,6 @@ from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.loggers import MetricsFile, cut_log
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
@@ -125,7 +123,6 @@ def test_schedules(recipe, values, expected):
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
-    """All of them where there is none."""
     path = tmp_path / "metrics.jsonl"
     places = [(0, "isotropy"), (10, "train_loss"), (20, "train_loss"), (20, "valid_loss")]
     places.append((30, "train_loss"))
@@ -136,7 +133,7 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in kept] == [0, 10, 20, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
-    cut_log(path, None)
+    cut_log(path, -1)
     assert path.read_text() == ""
 
 
@@ -468,29 +465,3 @@ def test_what_is_no_variant(name, said, lab):
     stderr = lab.run("new", *arguments, f"--variant={name}", code=2)
     assert f"variant={name}" in stderr
     assert said in stderr
-
-
-def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):
-    """Steps of all runs, of which finished ones count as done; whole at 60 columns."""
-    monkeypatch.setenv("COLUMNS", "60")
-    runs = [Run(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
-    steps = recipe.steps
-    with Progress(runs) as progress:
-        bar = progress._bar
-        capsys.readouterr()
-        bar.ncols, bar.dynamic_ncols = 60, None  # as for a terminal of 60 columns
-        progress.start(runs[0], steps)  # it had finished
-        progress.start(runs[1], 0)
-        for step in range(1, steps + 1):
-            progress.step(runs[1], step, {"train_loss": 5.0, "tokens_per_second": 1e4})
-            assert bar.n == steps + step
-        bar.refresh()
-        shown = str(bar)
-    assert bar.total == bar.n == 2 * steps
-    assert bar.initial == steps  # what took no time says nothing about the speed
-    assert shown.startswith("coupled_adam-seed-1: 80/80 |")
-    assert shown.endswith("left, loss 5.000")
-    assert "tokens/s" not in shown
-    drawn = re.split(r"[\r\n]", capsys.readouterr().err)
-    assert max(map(len, drawn)) <= 60
-    assert not any("Training" in line or "Epoch" in line for line in drawn)

@@ -54,14 +54,6 @@ def test_passages_keep_the_text(text, length):
     assert all(len(passage) <= 8 * length for passage in pieces)
 
 
-def test_passages_are_cut_at_blank_lines():
-    paragraph = "word " * 30 + "\n"
-    lines = ((paragraph * 3 + "\n") * 10).splitlines(keepends=True)
-    pieces = [passage for passage in passages(lines, 1000) if passage]
-    assert len(pieces) == 4
-    assert all(passage.endswith("word") for passage in pieces)
-
-
 @given(st.lists(st.text(alphabet="a|-", max_size=5)), st.sampled_from(["|", "||", "|-|"]))
 def test_separators_across_chunks(chunks, separator):
     """However the stream comes in, it is split as the whole text is."""

@@ -1,11 +1,9 @@
 """Evaluate a run, or any causal language model, or print texts that they write.
 
-Computes the test loss, measures of the embeddings, word similarity and downstream tasks, and prints
-them. The results of a finished run are also written to its evaluation.json; those of any other
-causal language model, in a folder in Hugging Face format or on the hub, to the file --out, if it is
-given. With --sample, prints texts that models write instead, one below the other: for a comparison
-those of all its arms, with the same seed. They continue the same prompt with the same random
-numbers.
+Prints the test loss, measures of the embeddings, word similarity and downstream tasks. Those of a
+finished run are also written to its evaluation.json; those of another model, in a folder in Hugging
+Face format or on the hub, to the file --out. With --sample, prints texts that models write instead:
+for a comparison those of all its arms, for the same prompt with the same random numbers.
 
 examples: coupled-adam evaluate runs/tiny/lean-seed-1 --batches 50
           coupled-adam evaluate --sample runs/demo --prompt "The list"

@@ -137,8 +137,7 @@ class RunOptions(DeviceOption):
         Raises:
             UsageError: they are not valid, or would execute code that the user has not named.
         """
-        from coupled_adam.lab.recipe import recipe_from, with_values
-        from coupled_adam.lab.safe_yaml import read_yaml
+        from coupled_adam.lab.recipe import read_yaml, recipe_from, with_values
 
         values: dict[str, Any] = {}
         # Each of these options is a key of the recipe, and takes the place of others.
@@ -188,7 +187,6 @@ class RunOptions(DeviceOption):
 
 def arm_name(name: str, recipe: Recipe) -> str:
     """The name, which must be that of an arm of the recipe; otherwise UsageError is raised."""
-    if name not in recipe.arms:
-        hint = did_you_mean(name, recipe.arms)
-        raise UsageError(f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
+    hint = did_you_mean(name, recipe.arms)
+    require(name in recipe.arms, f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
     return name

@@ -59,9 +59,7 @@ def quiet_libraries() -> None:
     warnings.formatwarning = _warning  # type: ignore[assignment]  # its arguments are given by place
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("lm_eval", "transformers"):
+    for name in ("lightning.pytorch", "lightning.fabric", "lm_eval", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
         sys.modules["transformers"].logging.disable_progress_bar()

@@ -55,12 +55,6 @@ def test_a_table_for_each_processor():
     assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
 
 
-def test_a_gpu_is_named_where_it_was_timed():
-    one = timed(Case(64, 8), "AdamW", *STEADY)
-    assert speed_table.heading(results(one, gpus=["H1"], device="H1")).startswith("H1, Sparc")
-    assert speed_table.heading(results(one, gpus=["H1"])).startswith("Sparc")
-
-
 def test_runs_of_the_same_case_are_put_together_and_shown_one_by_one():
     case = speed_table.SHOWN_BY_RUN
     files = {

@@ -17,25 +17,17 @@ def matrix(rows, columns, seed=0):
     return np.random.default_rng(seed).normal(size=(rows, columns)) + 0.5
 
 
-def test_rows_match_by_id_where_one_vocabulary_extends_the_other():
-    pairs = match_rows(vocabulary("a", "b", "", ""), vocabulary("a", "b", "c", "", "d"))
-    assert pairs.by == "id"
-    assert pairs.first.tolist() == pairs.second.tolist() == [0, 1, 3]
-    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([2, 4], [])
-
-
-def test_rows_match_by_text_otherwise():
-    pairs = match_rows(vocabulary("a", "b", "x", ""), vocabulary("b", "a", "y", ""))
-    assert pairs.by == "text"
-    assert dict(zip(pairs.first.tolist(), pairs.second.tolist())) == {0: 1, 1: 0}
-    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([2], [2])
-
-
-def test_rows_match_by_id_without_tokenizers():
-    pairs = match_rows(Vocabulary.of_ids(3), Vocabulary.of_ids(5))
-    assert (pairs.first.tolist(), pairs.new.tolist()) == ([0, 1, 2], [3, 4])
-    pairs = match_rows(Vocabulary.of_ids(5), Vocabulary.of_ids(3))
-    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([], [3, 4])
+@pytest.mark.parametrize(
+    ("first", "second", "pairs"),
+    [
+        (("a", "b", ""), ("a", "b", "", "d"), [(0, 0), (1, 1), (2, 2)]),  # one extends the other
+        (("", "", ""), ("", ""), [(0, 0), (1, 1)]),  # without tokenizers
+        (("a", "b", "x", ""), ("b", "a", "y", ""), [(0, 1), (1, 0)]),
+    ],
+)
+def test_rows_match_by_id_or_by_text(first, second, pairs):
+    found = match_rows(vocabulary(*first), vocabulary(*second))
+    assert [*zip(*(rows.tolist() for rows in found))] == pairs
 
 
 def test_numbers_against_numpy():

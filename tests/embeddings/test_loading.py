@@ -1,7 +1,6 @@
 """Embeddings out of models of many families, in every format; nothing of a pickle is executed."""
 
 import contextlib
-import dataclasses
 import http.server
 import io
 import json
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -112,17 +112,17 @@ def test_models_of_many_families(name, shards, tmp_path):
         assert torch.equal(found[role], matrix), role
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama untied", "bert", "t5", "mamba"])
 def test_repair_of_many_families(name, tmp_path):
     """The repaired copy loads as the same model, and differs in the broken rows alone."""
-    model = make(name)
+    model = make(name).bfloat16()
     with torch.no_grad():
         for matrix in expected(model).values():
             matrix[7] = 0
     model.save_pretrained(tmp_path / "model")
     reports = repair_model(tmp_path / "model", tmp_path / "out", Vocabulary.of_ids)
     assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
-    again = type(model).from_pretrained(tmp_path / "out")
+    again = type(model).from_pretrained(tmp_path / "out", dtype="auto")
     repaired = {matrix.data_ptr() for matrix in expected(again).values()}
     for old, new in zip(model.parameters(), again.parameters(), strict=True):
         if new.data_ptr() in repaired:
@@ -203,19 +203,15 @@ def test_training_checkpoints(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_distributed_checkpoints(tmp_path):
+def test_a_distributed_checkpoint_is_converted_first(tmp_path):
     model = make("llama untied")
-    dcp.save({"model": model.state_dict(), "step": torch.tensor(3)}, checkpoint_id=tmp_path / "c")
-    first, second = load_embeddings(tmp_path / "c")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(ValueError, match=rf"format_utils dcp_to_torch {tmp_path}/c NEW\.pt"):
+        load_embeddings(tmp_path / "c")
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "new.pt")
+    first, second = load_embeddings(tmp_path / "new.pt")
     assert torch.equal(first.matrix, model.model.embed_tokens.weight)
     assert torch.equal(second.matrix, model.lm_head.weight)
-    for path in (tmp_path / "c").glob("*.distcp"):
-        path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight cannot be read"):
-        load_embeddings(tmp_path / "c")
-    (tmp_path / "c" / ".metadata").write_bytes(b"\x80\x04")
-    with pytest.raises(ValueError, match="not a whole distributed checkpoint"):
-        load_embeddings(tmp_path / "c")
 
 
 class Malicious:
@@ -242,62 +238,32 @@ def test_pickles_are_not_executed(tmp_path):
         "model.bin": "and is not unpickled, which could execute it",
         "raw.pt": "and is not unpickled, which could execute it",
         "object.npy": "not a .npy file of numbers",
-        "folder": r"its index names pathlib\.Path\.touch|pathlib.* is not allowed|getattr",
+        "folder": "is a distributed checkpoint, whose index is a pickle",
     }.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as raised:
             load_embeddings(tmp_path / name)
         assert not harm.exists()
-    with pytest.raises(ValueError, match="names getattr, and is not unpickled") as raised:
-        load_embeddings(tmp_path / "model.bin")
-    assert "weights_only" not in str(raised.value)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_distributed_checkpoint_leads_nowhere_else(tmp_path):
-    dcp.save({"wte.weight": torch.ones(5, 3)}, checkpoint_id=tmp_path / "c")
-    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
-    ((index, place),) = metadata.storage_data.items()
-    for path in ("../secret/__0_0.distcp", "/etc/passwd"):
-        metadata.storage_data[index] = dataclasses.replace(place, relative_path=path)
-        (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(ValueError, match="is not the name of a file in it"):
-            load_embeddings(tmp_path / "c")
+        assert "weights_only" not in str(raised.value)
 
 
 def test_odd_configurations(gpt2):
-    """Whatever a config.json says, it is read or refused."""
+    """Whatever a config.json or an index says, it is read or refused."""
     folder, matrix = gpt2
     for value in (None, 5, [5], {"a": 1}, "GPT2LMHeadModel"):
         (folder / "config.json").write_text(json.dumps({"architectures": value}))
         (entry,) = load_embeddings(folder)
         assert torch.equal(entry.matrix, matrix)
         assert entry.role == ("tied" if value == "GPT2LMHeadModel" else "input")
-    (folder / "config.json").write_text("[" * 10**5)
-    with pytest.raises(ValueError, match=r"config\.json: not a JSON object"):
-        load_embeddings(folder)
-
-
-def test_an_index_cannot_lead_elsewhere(gpt2, tmp_path):
-    folder, _ = gpt2
-    (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
-    elsewhere = "is not the name of a file beside it"
-    for index, message in {
-        '{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}': elsewhere,
-        '{"weight_map": {"transformer.wte.weight": "/etc/passwd"}}': elsewhere,
-        '{"weight_map": {"transformer.wte.weight": ".hidden"}}': elsewhere,
-        '{"weight_map": {"transformer.wte.weight": 3}}': elsewhere,
-        '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}': "lacks model-2.safetensors",
-        "{": "not a JSON object",
-        "{}": "it has no weight_map",
+    index = folder / "model.safetensors.index.json"
+    for content, message in {
+        '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}': "No such file",
+        "[" * 10**5: r"index\.json: not a JSON object",
+        "[1]": "not a JSON object",
+        "{}": "not an index of weights",
     }.items():
-        (folder / "model.safetensors.index.json").write_text(index)
+        index.write_text(content)
         with pytest.raises(ValueError, match=message):
             load_embeddings(folder)
-    (tmp_path / "secret.safetensors").rename(folder / "model.safetensors")
-    index = '{"weight_map": {"lm_head.weight": "model.safetensors"}}'
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not in model\.safetensors"):
-        load_embeddings(folder)
 
 
 def as_file(save, *values):
@@ -308,7 +274,6 @@ def as_file(save, *values):
 
 ARRAY = as_file(np.save, np.ones((3, 2)))
 TENSORS = save({"wte.weight": torch.ones(3, 2)})
-HEADER = int.from_bytes(TENSORS[:8], "little")
 
 
 @pytest.mark.parametrize(
@@ -319,14 +284,11 @@ HEADER = int.from_bytes(TENSORS[:8], "little")
         ("a.npy", ARRAY[:-1]),
         ("a.npy", as_file(np.savez, np.ones((3, 2)))),
         ("a.npy", ARRAY.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}")),  # more rows
-        ("a.npy", ARRAY.replace(b"(3, 2), } ", b"(((3, 2), ")),
         ("a.npy", ARRAY.replace(b"<f8", b"<c8")),
         ("a.safetensors", b""),
         ("a.safetensors", TENSORS[:4]),
-        ("a.safetensors", TENSORS[: HEADER // 2]),
         ("a.safetensors", TENSORS[:-1]),
         ("a.safetensors", (2**63).to_bytes(8, "little") + TENSORS[8:]),
-        ("a.safetensors", TENSORS[:8] + b"x" * HEADER + TENSORS[8 + HEADER :]),
     ],
 )
 def test_damaged_files(name, content, tmp_path):
@@ -347,20 +309,19 @@ def test_what_is_no_model(tmp_path):
     np.save(tmp_path / "cube.npy", np.ones((3, 3, 3)))
     np.save(tmp_path / "none.npy", np.ones((3, 0)))
     save_file({"wte.weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "int.safetensors")
-    header = json.dumps({"wte": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
-    packed = len(header).to_bytes(8, "little") + header + bytes(4)
-    (tmp_path / "f4.safetensors").write_bytes(packed)
+    fp8 = {"wte.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}
+    save_file(fp8, tmp_path / "fp8.safetensors")
     save_file({"bias": torch.ones(2)}, tmp_path / "bias.safetensors")
     for name, message in {
         "empty": "has no weights that can be read",
-        "text.txt": "line 1: expected a word and its numbers, not 'a'",
+        "text.txt": "line 1: not a word and 0 numbers",
         "text.doc": r"a file that ends in \.safetensors, \.npy",
         "run": "neither a model nor a checkpoint yet",
-        "ids.npy": "floating-point numbers are needed, not int64",
-        "cube.npy": r"has shape \[3, 3, 3\]",
+        "ids.npy": r"a matrix \[V, H\] of floats is needed, not int64",
+        "cube.npy": r"is needed, not float64 \[3, 3, 3\]",
         "none.npy": r"\[3, 0\] is empty",
         "int.safetensors": r"wte\.weight is quantised \(int8\)",
-        "f4.safetensors": r"wte is quantised \(float4",
+        "fp8.safetensors": r"is quantised \(float8_e4m3fn\)",
         "bias.safetensors": "there are no matrices in it",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -489,9 +450,6 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     assert torch.equal(fixed.matrix[4:], model.transformer.wte.weight[4:])
     assert fixed.matrix[3].norm() > 0
 
-    runs = tmp_path / "runs"
-    (runs / "seed-1").mkdir(parents=True)
-    (runs / "seed-1" / "config.yaml").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "two")]) == 0
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
@@ -500,9 +458,7 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     for arguments, message in (
         (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
         (["someone/model", "--revision", "v2"], "this is not in its cache here"),
-        ([str(hub.folder), "--revision", "v2"], "--revision is for models on the hub, and"),
-        ([str(hub.folder), "--batches", "2"], "--batches is for the loss: name a text for it"),
-        ([str(runs)], f"is not a model, but holds runs: name one, such as {runs}/seed-1"),
+        ([str(tmp_path)], "is not a model in Hugging Face format: no config.json in it"),
     ):
         assert cli.main(["repair", *arguments, "--out", str(tmp_path / "three")]) == 2
         assert message in capsys.readouterr().err
@@ -518,88 +474,19 @@ def test_what_the_hub_does_not_have(hub):
     ):
         load_embeddings("someone/else")
     make("gpt2").save_pretrained(hub.folder)
-    path = hub.folder / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-50])
-    with pytest.raises(ValueError, match="bytes instead of"):
-        load_embeddings("someone/model")
-    path.write_bytes(b"\x08" + b"\0" * 7 + b"nonsense" + whole)
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
-        load_embeddings("someone/model")
-    path.unlink()
+    (hub.folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors on the hub"):
         load_embeddings("someone/model")
 
 
-# Numbers whose meaning lies in another tensor.
-
-SCALES = {
-    "one for all": (torch.tensor(0.25), (0.25,)),
-    "rows": (torch.arange(1.0, 301)[:, None], None),
-    "blocks": (torch.tensor([[1.0, 2], [3, 4], [5, 6]]), None),
-}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", SCALES)
-@pytest.mark.parametrize("ending", ["_scale", "_scale_inv"])
-def test_8_bit_numbers_are_multiplied_by_their_scales(kind, ending, sharded, tmp_path):
-    """In a file, and in shards of which another one holds the scales."""
-    generator = torch.Generator().manual_seed(0)
-    small = torch.randn(300, 200, generator=generator).to(torch.float8_e4m3fn)
-    scale = SCALES[kind][0]
-    rows, columns = (torch.arange(n) // 128 for n in (300, 200))
-    by_number = {"one for all": scale, "rows": scale, "blocks": None}[kind]
-    by_number = scale[rows][:, columns] if by_number is None else by_number
-    tensors = {"lm_head.weight": small, f"lm_head.weight{ending}": scale}
-    names = dict.fromkeys(tensors, "model.safetensors")
-    if sharded:
-        names = {name: f"{index}.safetensors" for index, name in enumerate(tensors)}
-        index = tmp_path / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": names}))
-    for file in {*names.values()}:
-        save_file({name: tensors[name] for name in tensors if names[name] == file}, tmp_path / file)
-    (entry,) = load_embeddings(tmp_path)
-    assert torch.equal(entry.matrix, small.float() * by_number)
-
-
-def test_scales_of_an_unknown_layout_are_refused(tmp_path):
-    tensors = {"lm_head.weight": torch.ones(300, 200).to(torch.float8_e4m3fn)}
-    path = tmp_path / "model.safetensors"
-    save_file(tensors | {"lm_head.weight_scale": torch.ones(7, 3)}, path)
-    with pytest.raises(ValueError, match=r"has scales .* \[7, 3\] in an unknown layout"):
-        load_embeddings(path)
-    # A block size that the configuration states is the one that counts.
-    save_file(tensors | {"lm_head.weight_scale": torch.full((30, 2), 3.0)}, path)
-    config = {"quantization_config": {"weight_block_size": [10, 100]}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert (load_embeddings(tmp_path)[0].matrix == 3).all()
-
-
-def test_rows_that_several_tokens_share(tmp_path):
-    """As in model2vec's files after vocabulary quantisation: the rows are those of the tokens."""
-    matrix, mapping = torch.randn(4, 3), torch.tensor([0, 3, 3, 1, 2, 0])
-    path = tmp_path / "model.safetensors"
-    save_file({"embeddings": matrix, "mapping": mapping, "weights": torch.ones(6)}, path)
-    (entry,) = load_embeddings(path)
-    assert torch.equal(entry.matrix, matrix[mapping])
-    save_file({"embeddings": matrix, "mapping": mapping + 1}, path)
-    with pytest.raises(ValueError, match="mapping names rows that embeddings does not have"):
-        load_embeddings(path)
-
-
-@pytest.mark.parametrize("rows", [20, 50])
-def test_a_head_of_other_rows_is_left_out_with_a_word(rows, tmp_path):
-    """Labels, or a draft head, whose rows are some of the tokens only."""
-    tensors = {"embed_tokens.weight": torch.randn(60, 4), "lm_head.weight": torch.randn(rows, 4)}
-    tensors["d2t"] = torch.zeros(rows, dtype=torch.int64)
+def test_a_head_of_other_rows_is_left_out(tmp_path):
+    """Such as the labels of a classifier."""
+    tensors = {"embed_tokens.weight": torch.randn(60, 4), "lm_head.weight": torch.randn(20, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
-    said = f"the {rows} rows of lm_head.weight are not the 60 tokens of embed_tokens.weight"
-    with pytest.warns(UserWarning, match=said):
-        (entry,) = load_embeddings(tmp_path / "model.safetensors")
+    (entry,) = load_embeddings(tmp_path / "model.safetensors")
     assert entry.role == "input"
     (entry,) = load_embeddings(tmp_path / "model.safetensors", tensor="lm_head.weight")
-    assert len(entry.matrix) == rows
+    assert len(entry.matrix) == 20
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -611,115 +498,41 @@ def test_the_text_of_a_model_with_images_says_whether_it_is_tied(tied, tmp_path)
     assert load_embeddings(tmp_path)[0].role == ("tied" if tied else "input")
 
 
-def test_a_pointer_of_git_lfs_is_called_one(gpt2):
-    folder, _ = gpt2
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-    (folder / "model.safetensors").write_text(pointer)
-    with pytest.raises(ValueError, match=r"is a pointer of Git LFS .* run git lfs pull"):
-        load_embeddings(folder)
-
-
-# Vectors that bring their vocabulary along.
-
 WORDS = ["the", "1", "\u00e9t\u00e9", ". . .", "a\u2028b"]
 VECTORS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 
-def lines(header=False, separator=" ", words=WORDS, end=""):
+def lines(header=False, end=""):
     """As word2vec, GloVe and fastText write vectors."""
     numbers = [[repr(float(number)) for number in row] for row in VECTORS]
-    rows = [separator.join([word, *row]) for word, row in zip(words, numbers)]
+    rows = [" ".join([word, *row]) for word, row in zip(WORDS, numbers)]
     return "".join(f"{line}{end}\n" for line in [*["5 4"] * header, *rows]).encode()
-
-
-def binary(end=b"\n"):
-    rows = [word.encode() + b" " + row.tobytes() + end for word, row in zip(WORDS, VECTORS)]
-    return b"5 4\n" + b"".join(rows)
 
 
 FILES = {
     "word2vec.txt": lines(header=True),
     "glove.txt": lines(),
     "fasttext.vec": lines(header=True, end=" "),
-    "tabs.tsv": lines(separator="\t"),
-    "word2vec.bin": binary(),
-    "gensim.bin": binary(end=b""),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_vectors_with_words(name, tmp_path):
-    words = [word for word in WORDS if " " not in word or not name.endswith("bin")]
-    content = FILES[name]
-    if name.endswith("bin"):  # where a space ends a word
-        content = content.replace(b". . .", b"...")
-        words = [word.replace(" ", "") for word in WORDS]
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(FILES[name])
     (entry,) = load_embeddings(tmp_path / name)
-    assert list(entry.words) == words
+    assert list(entry.words) == WORDS
     np.testing.assert_array_equal(entry.matrix.numpy(), VECTORS)
-
-
-def test_vectors_of_numpy_and_without_words(tmp_path):
-    np.savez(tmp_path / "a.npz", vectors=VECTORS, words=np.array(WORDS))
-    (entry,) = load_embeddings(tmp_path / "a.npz")
-    assert (list(entry.words), entry.tensor) == (WORDS, "vectors")
-    np.testing.assert_array_equal(entry.matrix.numpy(), VECTORS)
-    np.savez(tmp_path / "b.npz", x=VECTORS, y=VECTORS)
-    with pytest.raises(ValueError, match=r"name one of x \[5, 4\], y \[5, 4\]"):
-        load_embeddings(tmp_path / "b.npz")
-    assert load_embeddings(tmp_path / "b.npz", tensor="y")[0].words is None
-    np.savetxt(tmp_path / "c.tsv", VECTORS, delimiter="\t")
-    (entry,) = load_embeddings(tmp_path / "c.tsv")
-    assert entry.words is None
-    np.testing.assert_allclose(entry.matrix.numpy(), VECTORS)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("content", "message"),
     [
-        ("a.txt", lines(header=True)[:-30], "line 6: expected a word and 4 numbers"),
-        ("a.txt", lines(header=True).replace(b"5 4", b"7 4"), "5 vectors instead of the 7"),
-        ("a.vec", lines().replace(b"the", b"the x"), "line 1: expected a word and 5 numbers"),
-        ("a.bin", binary()[:-9], "ends within row 4 of 5"),
-        ("a.bin", b"1000000 1000000\n", "too short for the 1000000 x 1000000 vectors"),
-        ("a.bin", (793712314).to_bytes(4, "little") + bytes(90), "fastText's own format"),
-        ("a.npz", b"PK\3\4", r"not a whole \.npz file"),
-        ("a.txt", b"", "has 0 vectors"),
+        (lines(header=True)[:-30], "line 6: not a word and 4 numbers"),
+        (lines().replace(b"the", b"the x"), "line 1: not a word and 5 numbers"),
+        (b"", "has no vectors"),
     ],
 )
-def test_vectors_that_are_damaged(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
+def test_vectors_that_are_damaged(content, message, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        load_embeddings(tmp_path / name)
-
-
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_gguf(kind, tied, tmp_path):
-    """Its tokens, and its numbers as llama.cpp expands them."""
-    gguf = pytest.importorskip("gguf")
-    matrix = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
-    dtype = gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_token_list([f"\u0120t{i}" for i in range(6)])
-    for name in ["token_embd.weight", *["output.weight"] * (not tied)]:
-        values = matrix if name == "token_embd.weight" else 2 * matrix
-        writer.add_tensor(name, gguf.quantize(values, dtype), raw_dtype=dtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    expected = pytest.warns(UserWarning, match=r"is quantised \(Q8_0\)")
-    with expected if kind == "Q8_0" else contextlib.nullcontext():
-        found = load_embeddings(tmp_path / "a.gguf")
-    assert [entry.role for entry in found] == (["tied"] if tied else ["input", "output"])
-    assert list(found[0].words) == [f"\u0120t{i}" for i in range(6)]
-    np.testing.assert_allclose(found[0].matrix.float().numpy(), matrix, atol=0.03)
-
-
-def test_gguf_needs_a_package(tmp_path, monkeypatch):
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs a package: pip install gguf"):
-        load_embeddings(tmp_path / "a.gguf")
+        load_embeddings(tmp_path / "a.txt")

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from scipy import stats
-from sklearn.decomposition import PCA
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from coupled_adam.embeddings.neighbours import hubness, nearest
-from coupled_adam.embeddings.undertrained import INDICATORS, undertrained
+from coupled_adam.embeddings.neighbours import nearest
+from coupled_adam.embeddings.undertrained import undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.errors import UsageError
 
@@ -48,7 +46,6 @@ def test_categories_of_a_byte_level_tokenizer():
     bytes_never_used = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
     assert unused == rows_without_token | bytes_never_used | {"<|reserved_7|>"}
     assert (vocabulary.categories == "none").sum() == 310 - len(tokenizer.get_vocab())
-    assert read_vocabulary(tokenizer, 200).surplus == len(tokenizer.get_vocab()) - 200
 
 
 def test_categories_of_other_tokenizers():
@@ -111,36 +108,39 @@ def cloud():
     return rows, unused
 
 
+ALL = np.ones(300, bool)
+
+
 def test_indicators_are_the_papers(cloud):
     rows, unused = cloud
-    found = undertrained(torch.from_numpy(rows).float(), unused).indicators
+    found = undertrained(torch.from_numpy(rows).float(), unused, ALL)
     rows = rows.astype(np.float32).astype(np.float64)
-    first = PCA(1, svd_solver="full").fit(rows).components_[0]
-    for name, matrix in {
-        "cosine": rows,
-        "cosine_without_first": rows - np.outer(rows @ first, first),
-        "cosine_centered": rows - rows.mean(0),
-    }.items():
-        mean = matrix[unused].mean(0)
-        cosine = matrix @ mean / np.linalg.norm(matrix, axis=1) / np.linalg.norm(mean)
-        assert found[name] == pytest.approx(1 - cosine, abs=1e-9)
-    distance = np.linalg.norm(rows - rows[unused].mean(0), axis=1)
-    assert found["distance"] == pytest.approx(distance)
-    assert found["norm"] == pytest.approx(np.linalg.norm(rows, axis=1))
+    assert found.indicators["norm"] == pytest.approx(np.linalg.norm(rows, axis=1))
+    rows -= rows.mean(0)
+
+    def distance(rows, mean):
+        return 1 - rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
+
+    expected = distance(rows, rows[unused].mean(0))
+    assert found.indicators["cosine_centered"] == pytest.approx(expected, abs=1e-9)
+    # The limit is the highest of the unused rows, each compared with the mean of the others.
+    own = [
+        distance(rows[[i]], rows[290:][np.arange(290, 300) != i].mean(0)) for i in range(290, 300)
+    ]
+    assert found.limit == pytest.approx(np.max(own), abs=1e-9)
 
 
-@pytest.mark.parametrize("order_by", [name for name in INDICATORS if name != "norm"])
-def test_candidates(cloud, order_by):
-    """They are the untrained ones, of those that may be chosen; the limit is found without them."""
+@pytest.mark.parametrize(("role", "name"), [("input", "norm"), ("tied", "cosine_centered")])
+def test_candidates(cloud, role, name):
+    """They are the untrained ones, of those that may be chosen."""
     rows, unused = cloud
-    found = undertrained(rows, unused, share=20 / 290, order_by=order_by)
+    found = undertrained(rows, unused, ALL, role=role, share=20 / 290)
     assert set(found.candidates) == set(range(270, 290))
-    values = found.indicators[order_by]
-    assert (np.diff(values[found.candidates]) >= 0).all()
+    assert found.order_by == name
+    assert (np.diff(found.indicators[name][found.candidates]) >= 0).all()
     assert set(found.alike) <= set(range(270, 290))
     assert len(found.alike) > 10
-    among = np.arange(300) % 2 == 0
-    found = undertrained(rows, unused, among=among, order_by=order_by)
+    found = undertrained(rows, unused, np.arange(300) % 2 == 0, role=role)
     assert len(found.candidates) == 3  # 2 % of 145, rounded up
     assert all(row % 2 == 0 and row >= 270 for row in found.candidates)
 
@@ -149,28 +149,20 @@ def test_rows_that_are_dead(cloud):
     """They are named, and change no indicator of another row."""
     rows, unused = cloud
     more = np.concatenate([rows, np.full((1, 12), np.nan), np.zeros((1, 12))])
-    found = undertrained(more, np.append(unused, [True, True]))
-    whole = undertrained(rows, unused)
+    found = undertrained(more, np.append(unused, [True, True]), np.ones(302, bool))
+    whole = undertrained(rows, unused, ALL)
     assert found.dead.tolist() == [300, 301]
-    for name in INDICATORS:
-        assert found.indicators[name][:300] == pytest.approx(whole.indicators[name], abs=1e-12)
+    for name, values in whole.indicators.items():
+        assert found.indicators[name][:300] == pytest.approx(values, abs=1e-12)
         assert np.isnan(found.indicators[name][300])
     assert found.limit == pytest.approx(whole.limit)
     assert not found.unused[300:].any()
 
 
 def test_without_known_rows_the_norm_remains(cloud):
-    found = undertrained(cloud[0])
+    found = undertrained(cloud[0], ~ALL, ALL)
     assert list(found.indicators) == ["norm"]
     assert (found.order_by, found.limit, len(found.alike)) == ("norm", None, 0)
-    with pytest.raises(ValueError, match="order_by='cosine' needs rows that are known"):
-        undertrained(cloud[0], order_by="cosine")
-    with pytest.raises(ValueError, match="share=0 must be above 0"):
-        undertrained(cloud[0], share=0)
-    with pytest.raises(ValueError, match="boolean for each of the 300"):
-        undertrained(cloud[0], cloud[1][1:])
-    with pytest.raises(ValueError, match="no row of embeddings is finite"):
-        undertrained(np.full((3, 2), np.inf))
 
 
 def brute_force(rows, k, centered):
@@ -190,41 +182,20 @@ def test_neighbours(cloud, centered, monkeypatch):
     monkeypatch.setattr("coupled_adam.embeddings.neighbours._QUERIES", 13)
     rows, _ = cloud
     asked = np.random.default_rng(1).permutation(300)[:40]
-    found = nearest(rows, asked, 5, centered=centered)
-    neighbours, cosines = brute_force(rows, 5, centered)
-    assert found.cosines == pytest.approx(cosines[asked], abs=1e-5)
-    assert (found.neighbours == neighbours[asked]).mean() > 0.99  # ties in float32
+    near, cosines = nearest(rows, asked, 5, centered=centered)
+    expected, expected_cosines = brute_force(rows, 5, centered)
+    assert cosines == pytest.approx(expected_cosines[asked], abs=1e-5)
+    assert (near == expected[asked]).mean() > 0.99  # ties in float32
 
 
 def test_neighbours_leave_out_what_has_no_direction(cloud):
     rows = np.concatenate([[np.zeros(12)], cloud[0][:20], [np.full(12, np.nan)]])
-    found = nearest(rows, range(1, 21), 19)
-    assert set(found.neighbours.reshape(-1)) == set(range(1, 21))
-    assert (found.neighbours != found.rows[:, None]).all()
+    near, _ = nearest(rows, range(1, 21), 30)
+    assert [sorted(others) for others in near] == [
+        [other for other in range(1, 21) if other != row] for row in range(1, 21)
+    ]
     keep = np.arange(22) % 2 == 0
-    assert set(nearest(rows, [3], 9, keep=keep).neighbours[0]) < set(range(2, 21, 2))
-    for arguments, message in {
-        ((0,), 1): "row 0 has no neighbours",
-        ((21,), 1): "row 21 has no neighbours",
-        ((22,), 1): "rows must be between 0 and 21",
-        ((1,), 20): "k=20 must be from 1 to 19",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            nearest(rows, *arguments)
-
-
-def test_hubness(cloud, monkeypatch):
-    """All rows: the definition. A sample: the same number on average."""
-    rows, _ = cloud
-    counts = np.bincount(brute_force(rows, 10, True)[0].reshape(-1), minlength=300)
-    found = hubness(rows, centered=True)
-    assert found.occurrences.mean() == pytest.approx(10)
-    assert (found.occurrences != counts).mean() < 0.02
-    assert found.skewness == pytest.approx(stats.skew(counts), rel=0.02)
-    assert counts[found.largest(3)].tolist() == sorted(counts)[:-4:-1]
-    monkeypatch.setattr("coupled_adam.embeddings.neighbours._ALL", 299)
-    monkeypatch.setattr("coupled_adam.embeddings.neighbours._QUERIES", 200)
-    sampled = hubness(rows, centered=True)
-    assert sampled.queries == 200
-    assert sampled.occurrences.mean() == pytest.approx(10)
-    assert sampled.skewness is None  # it would be that of the sample's noise
+    assert set(nearest(rows, [3], 9, keep=keep)[0][0]) < set(range(2, 21, 2))
+    for row in (0, 21):
+        with pytest.raises(ValueError, match=f"row {row} has no neighbours"):
+            nearest(rows, [row], 1)

@@ -234,7 +234,7 @@ def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""
     said, _ = process(str(room)).communicate(timeout=120)
     assert said.startswith(f"UsageError the corpus cannot be written to the cache {tmp_path}")
-    assert "choose another folder with --cache or COUPLED_ADAM_CACHE" in said
+    assert "choose another folder with COUPLED_ADAM_CACHE" in said
     assert said.count("\n") == 1
     assert entries(tmp_path / "cache") == []
     prepare_corpus(recipe, tmp_path / "cache")

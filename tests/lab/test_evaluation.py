@@ -262,7 +262,7 @@ def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
     assert main(["evaluate", str(gpt2), "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == evaluate_model(gpt2)
     assert main(["evaluate", str(gpt2), "--limit", "3"]) == 2
-    assert "--limit needs --lm-eval" in capsys.readouterr().err
+    assert "--limit and --lm-eval-path need --lm-eval" in capsys.readouterr().err
 
 
 def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):

@@ -203,7 +203,7 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
 @pytest.mark.parametrize(
     ("fault", "code", "said", "checkpoints"),
     [
-        ("interrupt 2", 130, "interrupted; add --resume", ["step-10"]),  # in a checkpoint
+        ("interrupt 2", 130, "interrupted; continue with --resume", ["step-10"]),  # in a checkpoint
         ("term 1", 75, "stopped by SIGTERM; continue with --resume", ["step-30", "step-40"]),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from laboratory import EXACT, close
 
 ARM = ["--arm", "coupled_adam"]
-MANY = ["--steps", 60, "training.evaluate_every=10"]
+MANY = ["--steps", 60, "--training.evaluate_every=10"]
 
 
 class Nodes:

@@ -372,7 +372,7 @@ def given(*words):
     ("words", "message"),
     [
         ("training.betas=[0.9, 1.0]", "training.betas.1=1.0: Input should be less than 1"),
-        ("training.n_layer=1", "did you mean model.n_layer?"),
+        ("model.n_layr=24", "model.n_layr is no key: did you mean n_layer?"),
         ("seeds=[1, 1]", "seeds=[1, 1] must be different"),
         ("name=../evil", "name=../evil: String should match pattern"),
         ("model.n_head=7", "model.n_embd=64 must be a multiple of model.n_head=7"),

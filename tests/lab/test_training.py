@@ -137,7 +137,7 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     lab.stop(*arguments, step=20, number=signal.SIGKILL, code=-signal.SIGKILL)
     arguments.append("--resume")
     stderr = lab.stop(*arguments, step=60, number=signal.SIGINT, code=130)
-    assert "interrupted; add --resume" in stderr
+    assert "interrupted; continue with --resume" in stderr
     stderr = lab.stop(*arguments, step=100, number=signal.SIGTERM, code=75)
     assert "stopped by SIGTERM after step" in stderr
     lab.stop(*arguments, step=140, number=signal.SIGKILL, code=-signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
         said = lab.run("run", "--arm", "adamw", *LONG, code=130)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted; add --resume" in said
+    assert "interrupted; continue with --resume" in said
     assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 
@@ -208,7 +208,7 @@ def test_sharded_run_is_killed_and_resumed(lab):
 
     AdamW's second moments are those of one process.
     """
-    options = ["--arm", "adamw", *EXACT, "--steps", 100, "training.evaluate_every=10"]
+    options = ["--arm", "adamw", *EXACT, "--steps", 100, "--training.evaluate_every=10"]
     sharded = [*options, "--strategy", "fsdp2"]
     lab.run("one", *options)
     lab.stop("cut", *sharded, step=30, number=signal.SIGKILL, code=-9, processes=2)
@@ -242,8 +242,8 @@ def test_processes_and_accumulation_may_change_on_resume(lab):
     ],
 )
 def test_what_is_not_finite_stops_the_run(lab, arm, lr, problem):
-    arguments = ["--arm", arm, f"training.lr={lr}", "training.evaluate_every=1"]
-    stderr = lab.run("run", *arguments, "training.warmup=1", code=1)
+    arguments = ["--arm", arm, f"--training.lr={lr}", "--training.evaluate_every=1"]
+    stderr = lab.run("run", *arguments, "--training.warmup=1", code=1)
     (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: error:")]
     assert f"{problem} at step " in line or f"{problem} (" in line
     assert "the last checkpoint is kept" in line
@@ -274,11 +274,11 @@ def test_compiled(lab):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--arm", "muon", "arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
-        ["--arm", "in", "model.tied=false", "arms.in={optimizer: coupled_adam, couple: input}"],
-        ["--arm", "adamw", "model.architecture=stablelm", "training.precision=bf16-mixed"],
-        ["--arm", "coupled_adam", "model.bias=false", "training.schedule=wsd"],
-        ["--arm", "coupled_adam", "training.schedule=constant", "training.warmup=0.1"],
+        ["--arm", "muon", "--arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
+        ["--arm", "in", "--model.tied=false", "--arms.in={optimizer: coupled_adam, couple: input}"],
+        ["--arm", "adamw", "--model.architecture=stablelm", "--training.precision=bf16-mixed"],
+        ["--arm", "coupled_adam", "--model.bias=false", "--training.schedule=wsd"],
+        ["--arm", "coupled_adam", "--training.schedule=constant", "--training.warmup=0.1"],
     ],
     ids=lambda arguments: arguments[1] + " " + arguments[2].partition("=")[0],
 )
@@ -307,7 +307,7 @@ def hub(tmp_path):
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
     ).save_pretrained(tmp_path / "tokenizer")
-    return [f"data.hub={folder}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
+    return [f"--data.hub={folder}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
 
 
 @pytest.mark.parametrize(
@@ -322,10 +322,15 @@ def hub(tmp_path):
 def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
     """All of a recipe but its size: data set, tokenizer, bf16, warmup, evaluation in batches."""
     lab = Laboratory(tmp_path, recipe, None)
-    small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.intermediate_size=32"]
-    small += ["model.vocab_size=512", "training.batch_size=4", "training.sequence_length=64"]
-    small += ["training.evaluate_every=10", "data.held_out=0.1", "training.lr=1e-2"]
-    small += ["training.warmup=4"]
+    small = [
+        "--model.n_layer=1",
+        "--model.n_head=2",
+        "--model.n_embd=16",
+        "--model.intermediate_size=32",
+    ]
+    small += ["--model.vocab_size=512", "--training.batch_size=4", "--training.sequence_length=64"]
+    small += ["--training.evaluate_every=10", "--data.held_out=0.1", "--training.lr=1e-2"]
+    small += ["--training.warmup=4"]
     lab.run("run", "--arm", arm, "--steps", 30, *small, *hub, "--micro-batch-size", 2)
     metrics = lab.metrics("run")
     losses = [line["train_loss"] for line in metrics if "train_loss" in line]
@@ -429,6 +434,6 @@ def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path,
 @pytest.mark.usefixtures("variants")
 def test_what_is_no_variant(name, said, lab):
     arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
-    stderr = lab.run("new", *arguments, f"variant={name}", code=2)
+    stderr = lab.run("new", *arguments, f"--variant={name}", code=2)
     assert f"variant={name}" in stderr
     assert said in stderr

@@ -13,13 +13,11 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
-from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import console, print_path, print_table, working
-from coupled_adam.errors import UsageError
-from coupled_adam.fields import Count, WholeNumber
+from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_outputs
+from coupled_adam.cli.terminal import show, working
+from coupled_adam.fields import Count
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.repair import RepairedMatrix
@@ -33,49 +31,37 @@ class Options(TokenizerOption, ModelOptions):
     out: the folder (or file) to write, which must not exist.
     undertrained: also repair the tokens that cannot be told from unused rows.
     recenter: subtract the mean from the output embeddings, which does not change the predictions.
-    seed: of the rows drawn.
     text: show the loss on this text before and after.
-    batches: how many batches of the text to use (default: all).
     show: how many rows the table names.
     """
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = dataclasses.field(metadata={"metavar": "MODEL"})
     out: Path
     undertrained: bool = False
     recenter: bool = False
-    seed: WholeNumber = 0
     text: Path | None = None
-    batches: Count | None = None
     show: Count = 20
 
 
 def run(options: Options) -> None:
     """Repair, and say what was changed."""
-    from rich.text import Text
-
-    from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
+    from coupled_adam.embeddings.analysis import find_tokenizer
     from coupled_adam.embeddings.repair import model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
-    options.check_revision([options.model])
-    if options.batches is not None and options.text is None:
-        raise UsageError("--batches is for the loss: name a text for it with --text")
     target = options.usable_device()
-    check_output("--out", options.out)
+    check_outputs(out=options.out)
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
-    if text is not None and folder.is_file():
-        raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
-    named = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
-    tokenizer = named or own_tokenizer(str(folder), None, needed)
+    tokenizer = find_tokenizer(str(folder), options.tokenizer, None, needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
     if text is not None:
-        losses["before"] = loss_on_text(folder, text, options.batches, target)
+        losses["before"] = loss_on_text(folder, text, None, target)
     with working("repairing the embeddings"):
         reports = repair_model(
             folder,
@@ -83,15 +69,9 @@ def run(options: Options) -> None:
             vocabulary,
             undertrained=options.undertrained,
             recenter=options.recenter,
-            seed=options.seed,
         )
     if text is not None:
-        try:
-            losses["after"] = loss_on_text(out, text, options.batches, target)
-        except (UsageError, OSError) as error:
-            raise UsageError(
-                f"{out} is the repaired model, and complete; its loss cannot be measured: {error}"
-            ) from None
+        losses["after"] = loss_on_text(out, text, None, target)
     if options.json:
         content = {"matrices": [dataclasses.asdict(report) for report in reports], "loss": losses}
         print(json.dumps(content, indent=2, allow_nan=False))
@@ -99,8 +79,8 @@ def run(options: Options) -> None:
     for report in reports:
         _print(report, options.show)
     for when, loss in losses.items():
-        console().print(Text(f"loss {when}: {'not finite' if loss is None else f'{loss:.4f}'}"))
-    print_path("repaired model:", out)
+        show(f"loss {when}: {'not finite' if loss is None else f'{loss:.4f}'}")
+    show(f"repaired model: {out}")
 
 
 def _print(report: RepairedMatrix, number: int) -> None:
@@ -118,4 +98,4 @@ def _print(report: RepairedMatrix, number: int) -> None:
         after = f"{row.norm_after:.4g}"
         rows.append([str(row.row), row.token, row.reason, before, after])
     notes = [f"rows changed: {summary}"]
-    print_table(Table(columns, rows, f"{report.role} matrix", notes, left=(1, 2)))
+    show(Table(columns, rows, f"{report.role} matrix", notes, left=(1, 2)))

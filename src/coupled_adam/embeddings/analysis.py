@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import similarity
-from coupled_adam.embeddings.diagnosis import Advice
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask, alive_rows, finite_rows
+from coupled_adam.embeddings.geometry import Mask, alive_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, printable, refused
+from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -42,13 +42,10 @@ class AnalysisInputs:
     tokenizer: str | None = None  # a folder, or an id on the hub; None for the model's own
     counts: Path | None = None  # a .npy file with unigram counts [V]
     text: Path | None = None  # a file or folder of text, whose tokens are counted
-    tokens: Sequence[Path] = ()  # token files of nanoGPT and llm.c, whose tokens are counted
+    tokens: Sequence[Path] | None = (
+        None  # token files of nanoGPT and llm.c, whose tokens are counted
+    )
     token_dtype: str | None = None  # of the ids in these files, as token_file takes it
-
-    def options(self, *names: str) -> str:
-        """Some of the options as a user types them, each after a space."""
-        values = {name: getattr(self, name) for name in names}
-        return "".join(f" --{n} {shlex.quote(v)}" for n, v in values.items() if v is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,57 +76,25 @@ class Analysis:
     @functools.cached_property
     def diagnosis(self) -> list[str]:
         """Whether the embeddings are healthy, and what to do next, in sentences."""
+        from coupled_adam.embeddings.repair import can_recenter, can_repair, padding_row
+
+        entry, path = self.embeddings, Path(self.model)
+        repair = recenter = ""  # commands, unless they would be refused
+        # A model's embeddings are repaired, and not any tensor, nor those of an unfinished run; and
+        # two rows at least must be there to take others from.
+        is_model = self.inputs.tensor is None and (not is_run(path) or (path / MODEL).exists())
+        alive = len(entry.matrix) - len(self.dead)
+        if is_model and alive > 1 and can_repair(path, entry.config):
+            command = f"coupled-adam repair {shlex.quote(self.model)}"
+            if self.inputs.revision is not None:
+                command += f" --revision {shlex.quote(self.inputs.revision)}"
+            out = "--out NEW.npy" if path.suffix == ".npy" else "--out NEW"
+            if {*self.dead} - {padding_row(entry)}:  # which may be zero
+                repair = f"{command} {out}"
+            if can_recenter(entry.config, entry.role):
+                recenter = f"{command} --recenter {out}"
         names = [self.vocabulary.name(row) for row in self.dead]
-        return [*self.report.sentences(names, self._advice()), *self._unused()]
-
-    def _advice(self) -> Advice:
-        """The commands that this input allows."""
-        from coupled_adam.embeddings.repair import padding_row, why_not
-
-        model, config, role = self.model, self.embeddings.config, self.embeddings.role
-        name, asked = shlex.quote(model), self.inputs.options("revision")
-        out = "NEW.npy" if Path(model).suffix == ".npy" else "NEW"
-        # A run is repaired once it has a model, and a model's embeddings, not any tensor.
-        is_there = not is_run(Path(model)) or (Path(model) / MODEL).exists()
-        is_there = is_there and self.inputs.tensor is None
-        alive = len(self.embeddings.matrix) - len(self.dead)
-        repair = recenter = ""
-        # A padding row may be zero; and two rows at least must be there to take others from.
-        is_needed = {*self.dead} - {padding_row(self.embeddings)} and alive > 1
-        if is_there and is_needed and not why_not(model, config, role):
-            repair = f"coupled-adam repair {name}{asked} --out {out}"
-        if is_there and alive > 1 and not why_not(model, config, role, recenter=True):
-            recenter = f"coupled-adam repair {name}{asked} --recenter --out {out}"
-        asked = self.inputs.options("tensor", "revision", "tokenizer")
-        undertrained = f"coupled-adam analyze {name}{asked} --undertrained"
-        # Without a tokenizer a text has no tokens.
-        counts = "--tokens or --counts" if self.tokenizer is None else Advice.counts
-        return Advice(undertrained, repair, recenter, counts)
-
-    def _unused(self) -> list[str]:
-        """That rows which no training has seen are measured with the others, if they lie together.
-
-        Only a tokenizer tells which these are.
-        """
-        if self.tokenizer is None:
-            return []
-        measured = np.ones(len(self.vocabulary), np.bool_) if self.keep is None else self.keep
-        unused, others = measured & self.vocabulary.unused, measured & ~self.vocabulary.unused
-        if unused.sum() < 3 or not others.any():
-            return []
-        norms = finite_rows(self.embeddings.matrix)[1]
-        # Quartiles, since a few of them may be elsewhere.
-        (low, high), (low_of_others, high_of_others) = (
-            np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, others)
-        )
-        if high - low > (high_of_others - low_of_others) / 2:
-            return []
-        first = self.vocabulary.name(int(np.flatnonzero(unused)[0]))
-        return [
-            f"{unused.sum()} rows that no training has seen, such as {first}, are measured with "
-            f"the others: half of their norms lie between {low:.3g} and {high:.3g}, and half of "
-            f"the others' between {low_of_others:.3g} and {high_of_others:.3g}."
-        ]
+        return self.report.sentences(names, repair, recenter)
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -158,6 +123,15 @@ class Analysis:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was found out about the tokens of a matrix beyond its measures."""
+
+    analysis: Analysis
+    numbers: dict[str, Any]  # for JSON
+    table: Table  # for the terminal
+
+
 def analyze_model(
     model: str,
     inputs: AnalysisInputs,
@@ -180,7 +154,12 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
-    matrices, tokenizer = _resolve(model, inputs, bool(sets) or "padding" in exclude)
+    with refused("", (ValueError, OSError)):
+        matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
+    # A file that says what its rows stand for needs no tokenizer, but for counting a text.
+    needed = (sets or "padding" in exclude) and any(m.words is None for m in matrices)
+    needed = needed or inputs.text is not None
+    tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, bool(needed))
     width = min(entry.matrix.shape[1] for entry in matrices)
     if (directions or 0) > width:
         raise UsageError(
@@ -193,14 +172,18 @@ def analyze_model(
             vocabulary.row(token)
     analyses = []
     for entry in matrices:
+        token_ids = None
+        if tokenizer is not None:
+            token_ids = similarity.single_tokens(tokenizer)
+        elif entry.words is not None:
+            token_ids = _vocabulary(entry, None).rows.get
         with refused(f"{model}: "):
-            counts, padding, alive, measured = _rows(model, inputs, entry, tokenizer, exclude)
-            token_ids = None
+            is_token = None
             if tokenizer is not None:
-                token_ids = similarity.single_tokens(tokenizer)
-            elif entry.words is not None:
-                token_ids = _vocabulary(entry, None).rows.get
-            keep = None if measured.all() else measured
+                is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
+            counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix))
+            alive = alive_rows(entry.matrix)
+            keep = _measured(alive, is_token, counts, exclude)
             with status(f"measuring {Path(model).name}, {entry.role}"):
                 report = analyze(
                     entry.matrix.to(device),
@@ -210,6 +193,7 @@ def analyze_model(
                     keep=keep,
                     directions=directions,
                 )
+        padding = None if is_token is None else int((~is_token).sum())
         dead = np.flatnonzero(~alive).tolist()
         analyses.append(
             Analysis(model, entry, report, padding, counts, keep, dead, inputs, tokenizer)
@@ -217,42 +201,10 @@ def analyze_model(
     return analyses
 
 
-def _resolve(
-    model: str, inputs: AnalysisInputs, needed: bool
-) -> tuple[list[EmbeddingMatrix], PreTrainedTokenizerBase | None]:
-    """The matrices of a model, and its tokenizer."""
-    # One that is named is loaded before the work, since it may be misspelt.
-    named = None if inputs.tokenizer is None else named_tokenizer(inputs.tokenizer)
-    option = "" if inputs.tensor is None else f"--tensor {inputs.tensor}: "
-    with refused(option, (ValueError, OSError)):
-        matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
-    if named is not None:
-        return matrices, named
-    # A file that says what its rows stand for needs none, but for counting a text.
-    needed = (needed and any(m.words is None for m in matrices)) or inputs.text is not None
-    return matrices, own_tokenizer(model, inputs.revision, needed)
-
-
-def _rows(
-    model: str,
-    inputs: AnalysisInputs,
-    entry: EmbeddingMatrix,
-    tokenizer: PreTrainedTokenizerBase | None,
-    exclude: Collection[Excluded],
-) -> tuple[NDArray[Any] | None, int | None, Mask, Mask]:
-    """The counts of the rows, how many are padding, and which are alive and to be measured, [V]."""
-    rows = len(entry.matrix)
-    is_token = None
-    if tokenizer is not None:
-        ids = np.array(sorted(tokenizer.get_vocab().values()))
-        if "padding" in exclude and ids[-1] >= rows:
-            raise ValueError(
-                f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
-                "rows. --exclude padding needs the model's own tokenizer"
-            )
-        is_token = np.isin(np.arange(rows), ids)
-    counts = _counts(model, inputs, tokenizer, rows, is_token)
-    alive = alive_rows(entry.matrix)
+def _measured(
+    alive: Mask, is_token: Mask | None, counts: NDArray[Any] | None, exclude: Collection[Excluded]
+) -> Mask | None:
+    """The rows to measure, [V]; None for all."""
     # Without any row to measure, analyze says what is wrong with the matrix.
     measured = alive | (not alive.any())
     if "padding" in exclude and is_token is not None:
@@ -263,7 +215,7 @@ def _rows(
         measured &= counts > 0
     if not measured.any():
         raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-    return counts, None if is_token is None else int((~is_token).sum()), alive, measured
+    return None if measured.all() else measured
 
 
 def _vocabulary(entry: EmbeddingMatrix, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
@@ -280,14 +232,17 @@ def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilari
         return similarity.read_word_similarity(place)
 
 
-def named_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that ``--tokenizer`` names; UsageError if it cannot be read."""
-    with refused("--tokenizer ", UsageError):
-        return load_tokenizer(name)
+def find_tokenizer(
+    model: str, named: str | None, revision: str | None, needed: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that ``--tokenizer`` names, or a model's own; None if it has none.
 
-
-def own_tokenizer(model: str, revision: str | None, needed: bool) -> PreTrainedTokenizerBase | None:
-    """A model's own tokenizer; None if it has none, or UsageError if it is needed."""
+    Raises:
+        UsageError: if the named one cannot be read, or there is none and it is needed.
+    """
+    if named is not None:
+        with refused("--tokenizer ", UsageError):
+            return load_tokenizer(named)
     if Path(model).is_file():
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
@@ -307,46 +262,38 @@ def _counts(
     model: str,
     inputs: AnalysisInputs,
     tokenizer: PreTrainedTokenizerBase | None,
-    rows: int,
     is_token: Mask | None,
+    rows: int,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
-    if inputs.text is not None or inputs.tokens:
-        return _counted(model, inputs, tokenizer, rows)
+    if inputs.text is not None:
+        assert tokenizer is not None
+        return _counted("--text", token_pieces(inputs.text, tokenizer), rows)
+    if inputs.tokens:
+        with refused("--tokens ", UsageError):
+            tokens = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
+        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
+        return _counted("--tokens", pieces, rows)
     path = inputs.counts or Path(model) / COUNTS
     if inputs.counts is None and not path.exists():
         return None
-    option = "--counts " if inputs.counts else ""
-    with refused(option):
-        counts = read_array(path)
+    counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing = rows - counts.size
     is_padding = is_token is not None and not is_token[counts.size :].any()
     if counts.ndim != 1 or missing < 0 or (missing > 0 and not is_padding):
         raise UsageError(
-            f"{option}{path} has the shape {list(counts.shape)}, but must hold one number for each "
-            f"of the {rows} rows of the embeddings; only padding at their end may be left out, "
-            "where a tokenizer tells which rows are padding"
+            f"{path} has the shape {list(counts.shape)}, but must hold one number for each of the "
+            f"{rows} rows of the embeddings; only padding at their end may be left out, where a "
+            "tokenizer tells which rows are padding"
         )
     return np.append(counts, np.zeros(missing, counts.dtype))
 
 
-def _counted(
-    model: str, inputs: AnalysisInputs, tokenizer: PreTrainedTokenizerBase | None, rows: int
-) -> NDArray[np.int64]:
-    """How often each token occurs in a text or in token files, [rows]; in bounded memory."""
-    pieces: Iterable[NDArray[Any]]
-    if inputs.text is not None:
-        assert tokenizer is not None
-        given, pieces = f"--text {inputs.text}", token_pieces(inputs.text, tokenizer)
-    else:
-        with refused("--tokens ", UsageError):
-            files = [token_file(path, rows, inputs.token_dtype) for path in inputs.tokens]
-        tokens = Tokens(files)
-        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
-        given = f"--tokens {' '.join(map(str, inputs.tokens))}"
+def _counted(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
+    """How often each token occurs in pieces of a text, [rows]; in bounded memory."""
     counts = np.zeros(rows, dtype=np.int64)
-    with refused(f"{model}: {given}: "), refused(f"{given.split()[0]} ", UsageError):
+    with refused(f"{option} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

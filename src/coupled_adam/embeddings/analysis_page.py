@@ -30,7 +30,7 @@ def analyses_page(
     values = {
         "title": f"Embeddings: {', '.join(labels)}",
         "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
-        "tokens": [table for named in undertrained for table in named.tables(_TOKENS)],
+        "tokens": [named.table(_TOKENS) for named in undertrained],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, all_measures=True),
         "explanation": small_print(MEASURES.values()),

@@ -1,18 +1,14 @@
-"""Reports on the embeddings of several models: the table of their measures, CSV and JSON."""
+"""Reports on the embeddings of several models: the table of their measures, and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
-from coupled_adam.embeddings.neighbours import DuplicateReport, NeighbourReport
-from coupled_adam.embeddings.undertrained import UndertrainedReport
-from coupled_adam.rendering.tables import Cell, Table, csv_text
+from coupled_adam.rendering.tables import Cell, Table
 
-Answer = UndertrainedReport | NeighbourReport | DuplicateReport
-"""What was found out about a matrix beyond its measures."""
 Row = list[str | Cell]
 """A label, a symbol, a value for each matrix, and the healthy range."""
 _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
@@ -92,47 +88,20 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
-    """Two rows for each set: r with its interval and the usable pairs, and Spearman's."""
+    """Two rows for each set: r with the usable pairs, and Spearman's."""
     reports = [variant.word_similarity for variant in variants]
     rows: list[Row] = []
     for name in dict.fromkeys(name for report in reports if report for name in report.sets):
-        scores = [report.sets.get(name) if report else None for report in reports]
         texts, ranks = [], []
-        for score in scores:
-            text = "–" if score is None or score.r is None else f"{score.r:.1f}"
-            if score is not None:
-                text += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
-                text += f" {score.pairs}/{score.total}"
-            texts.append(text)
-            spearman = None if score is None else score.spearman
+        for report in reports:
+            score = report.sets.get(name) if report else None
+            r, spearman = (None, None) if score is None else (score.r, score.spearman)
+            pairs = "" if score is None else f" {score.pairs}/{score.total}"
+            texts.append(("–" if r is None else f"{r:.1f}") + pairs)
             ranks.append("–" if spearman is None else f"{spearman:.1f}")
         rows.append([f"word similarity, {name}", "r", *texts, ""])
         rows.append([f"word similarity, {name}, by ranks", "rₛ", *ranks, ""])
     return rows
-
-
-def analyses_csv(analyses: Sequence[Analysis]) -> str:
-    """CSV with a line for each matrix and variant, in full precision; missing numbers are empty."""
-    lines = []
-    for analysis in analyses:
-        numbers = analysis.to_dict()
-        for variant in ("as is", "centered", "all_but_the_top"):
-            measures = numbers.get(variant, numbers)
-            line: dict[str, Any] = {**analysis.matrix, "variant": variant}
-            line |= {k: v for k, v in measures.items() if not isinstance(v, dict | list)}
-            similarity = measures["word_similarity"]
-            if similarity is not None:
-                line |= {"word_similarity": similarity["mean"]}
-                line |= {"word_similarity_spearman": similarity["spearman_mean"]}
-                for name, score in similarity["sets"].items():
-                    keys = ("r", "spearman", "pairs", "total")
-                    line |= {f"{name} {key}": score[key] for key in keys}
-                    low, high = score["interval"] or (None, None)
-                    line |= {f"{name} low": low, f"{name} high": high}
-            lines.append(line)
-    # Matrices may differ in what was measured of them: a line has gaps where others have numbers.
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 
 
 def analyses_json(
@@ -148,8 +117,8 @@ def analyses_json(
     for analysis, entry in zip(analyses, entries):
         for answer in answers:
             if answer.analysis is analysis:
-                entry |= answer.to_dict()
+                entry |= answer.numbers
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
-        content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}
+        content = {"models": entries, "changes": [entry.numbers for entry in comparisons]}
     return json.dumps(content, indent=2, allow_nan=False)

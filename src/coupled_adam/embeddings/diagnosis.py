@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,31 +12,20 @@ _ISO = MEASURES["isotropy"]
 _CORRELATIONS = ("norm_frequency_correlation", "mean_frequency_correlation")
 
 
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """The commands that a diagnosis may recommend; empty where the input would be refused.
-
-    ``counts`` are the options that may give the counts of the tokens.
-    """
-
-    undertrained: str = "coupled-adam analyze MODEL --undertrained"
-    repair: str = ""
-    recenter: str = ""
-    counts: str = "--text, --tokens or --counts"
-
-
 def diagnose(
     measures: Measures,
     centered: Measures,
     size: tuple[int, int],
     seen: int,
-    dead: Sequence[str],
-    advice: Advice,
+    dead: Sequence[str] = (),
+    repair: str = "",
+    recenter: str = "",
 ) -> list[str]:
-    """Whether the embeddings are healthy, which measures say so, and which command to run next.
+    """Whether the embeddings are healthy, which measures say so, and what to do next.
 
-    The size is how many rows were measured, and H; of these, ``seen`` have a count; and ``dead``
-    are the names of the rows that are zero or not finite.
+    The size is how many rows were measured, and H; of these, ``seen`` have a count; ``dead`` are
+    the names of the rows that are zero or not finite; ``repair`` gives these new values, and
+    ``recenter`` removes the mean: commands, which are empty where they would be refused.
     """
     limited = {
         key: value
@@ -65,7 +53,7 @@ def diagnose(
     )
     along = limited.get("mean_frequency_correlation", 0)
     rules = [
-        (bool(dead), _dead(dead, advice)),
+        (bool(dead), _dead(dead, repair)),
         (True, f"The embeddings are {'not healthy' if wrong else 'healthy'}: {said}."),
         ("isotropy" in outside, _low_isotropy(measures, centered, size)),
         (
@@ -74,8 +62,8 @@ def diagnose(
             f"gives to so few rows: about 1 / √{size[0]} = {chance:.2f}.",
         ),
         (
-            "mean_norm_ratio" in wrong and bool(advice.recenter),
-            f"To remove the mean of a trained model's output embeddings: {advice.recenter}.",
+            "mean_norm_ratio" in wrong and bool(recenter),
+            f"To remove the mean of a trained model's output embeddings: {recenter}.",
         ),
         (
             "mean_norm_ratio" in wrong,
@@ -84,7 +72,7 @@ def diagnose(
         (
             measures.norm_frequency_correlation is None,
             "Whether rare tokens differ from frequent ones is not known without their counts: add "
-            f"{advice.counts}.",
+            "--text, --tokens or --counts.",
         ),
         (
             "norm_frequency_correlation" in wrong,
@@ -92,8 +80,8 @@ def diagnose(
         ),
         (
             "mean_frequency_correlation" in wrong and along < 0,
-            f"Rare tokens have drifted along the mean: {advice.undertrained} names those that were "
-            "hardly trained.",
+            "Rare tokens have drifted along the mean: --undertrained names those that were hardly "
+            "trained.",
         ),
         (
             "mean_frequency_correlation" in wrong and along > 0,
@@ -110,11 +98,11 @@ def _is_significant(correlation: float | None, pairs: int) -> bool:
     return math.atanh(min(abs(correlation), 1 - 1e-12)) * math.sqrt(pairs - 3) > 3.29
 
 
-def _dead(dead: Sequence[str], advice: Advice) -> str:
+def _dead(dead: Sequence[str], repair: str) -> str:
     """What is said of rows that are zero or not finite."""
     named = ", ".join(dead[:_NAMED]) + (", ..." if len(dead) > _NAMED else "")
     rows = "1 row is" if len(dead) == 1 else f"{len(dead)} rows are"
-    remedy = f": {advice.repair} gives them healthy values" if advice.repair else ""
+    remedy = f": {repair} gives them healthy values" if repair else ""
     return f"{rows} zero or not finite, and left out of all measures ({named}){remedy}."
 
 

@@ -6,8 +6,6 @@ They are found by the tensor names that are common in the various families of mo
 import contextlib
 import dataclasses
 import json
-import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.embeddings.weights import (
-    SUFFIXES,
-    Weights,
-    open_distributed,
-    open_file,
-    open_hub_file,
-)
-from coupled_adam.errors import printable
+from coupled_adam.embeddings.weights import SUFFIXES, Weights, open_file, open_hub_file, readable
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
@@ -31,7 +22,6 @@ from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 _INPUTS = """
     shared wte embed_tokens word_embeddings tok_embeddings token_embedding embed_in word_embedding
     tokens_embed backbone.embeddings backbone.embedding model.embeddings rwkv.embeddings emb
-    token_embd
 """
 _OUTPUTS = """
     lm_head embed_out cls.predictions.decoder lm_head.decoder generator_lm_head lm_loss proj_out
@@ -71,9 +61,8 @@ def load_embeddings(
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
             ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; vectors of
-            word2vec, GloVe or fastText (``.txt``, ``.vec``, ``.bin``), ``.tsv``, ``.npz`` or
-            ``.gguf``; a run or a checkpoint of this package; a folder written by
-            torch.distributed.checkpoint.
+            word2vec, GloVe or fastText as text (``.txt``, ``.vec``); a run or a checkpoint of this
+            package.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
 
@@ -118,59 +107,37 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     """Choose the tensors that are embeddings."""
     matrices = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
-
-    def read(name: str, role: Role) -> EmbeddingMatrix:
-        matrix = _read(weights, name)
-        words = weights.words if len(weights.words or ()) == len(matrix) else None
-        return EmbeddingMatrix(matrix, role, name, weights.config or {}, words)
-
     if tensor is not None:
         if tensor not in matrices:
-            hint = f"it contains {listed}" if any(matrices) else "its matrix has no name"
-            raise ValueError(f"{weights.source} has no matrix {tensor!r}; {hint}")
-        return [read(tensor, "embeddings")]
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}; it contains {listed}")
+        return [_read(weights, tensor, "embeddings")]
     inputs, output = _named(matrices, _INPUT_ENDINGS), _named(matrices, _OUTPUT_ENDINGS)
-    if inputs and output and not _is_head(weights, inputs, output):
-        output = None
     if inputs and output:
-        first, second = read(inputs, "input"), read(output, "output")
+        (tokens, width), (rows, width_of_head) = matrices[inputs], matrices[output]
+        if width != width_of_head or rows < tokens / 2:  # it is the head of a classifier
+            output = None
+    if inputs and output:
+        first, second = _read(weights, inputs, "input"), _read(weights, output, "output")
         # Some files hold a tied matrix under both names.
         if first.matrix.shape == second.matrix.shape and torch.equal(first.matrix, second.matrix):
             return [dataclasses.replace(first, role="tied")]
         return [first, second]
     if inputs:
-        return [read(inputs, "tied" if _is_tied(weights.config or {}) else "input")]
+        return [_read(weights, inputs, "tied" if _is_tied(weights.config) else "input")]
     if output:
-        return [read(output, "output")]
+        return [_read(weights, output, "output")]
     if len(matrices) == 1:
-        return [read(next(iter(matrices)), "embeddings")]
+        return [_read(weights, next(iter(matrices)), "embeddings")]
     hint = f"name one of {listed}" if matrices else "there are no matrices in it"
     raise ValueError(f"{weights.source}: no embeddings under a known name; {hint}")
-
-
-def _is_head(weights: Weights, inputs: str, output: str) -> bool:
-    """Whether a matrix with the name of output embeddings has a row for each token; warn if not."""
-    (tokens, width), (rows, width_of_head) = weights.shapes[inputs], weights.shapes[output]
-    # A draft head has some of the tokens only, and a table that says which.
-    is_draft = any(name.endswith("d2t") for name in weights.shapes)
-    if width == width_of_head and rows >= tokens / 2 and not is_draft:
-        return True
-    text = (
-        f"{weights.source}: the {rows} rows of {output} are not the {tokens} tokens of {inputs}, "
-        f"and are left out; --tensor {output} measures them"
-    )
-    warnings.warn(printable(text), stacklevel=2)
-    return False
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model that has only input embeddings uses them for its output, too."""
     has_head = any(head in str(config.get("architectures")) for head in _HEADS)
     # Models with images have the configuration of their text in a part.
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, Mapping) else [config]
-    said = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
-    return has_head and bool(all(said))
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    return has_head and all(part.get("tie_word_embeddings", True) for part in parts)
 
 
 def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
@@ -187,60 +154,17 @@ def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) ->
     return None
 
 
-def _read(weights: Weights, name: str) -> Tensor:
-    shape = weights.shapes[name]
-    if 0 in shape:  # without a byte of content, it can have any number of rows
-        raise ValueError(f"{weights.source}: {name or 'the array'} {list(shape)} is empty")
+def _read(weights: Weights, name: str, role: Role) -> EmbeddingMatrix:
     matrix = weights.read(name)
-    # torch counts packed pairs of 4 bits among the floating-point numbers, but cannot convert them.
-    packed = getattr(torch, "float4_e2m1fn_x2", None)  # from torch 2.8 on
-    if not matrix.is_floating_point() or matrix.dtype is packed:
+    if not matrix.numel():
+        raise ValueError(f"{weights.source}: {name or 'the array'} {list(matrix.shape)} is empty")
+    # The numbers of 8 bits and less mean nothing without the scales that belong to them.
+    if not matrix.is_floating_point() or matrix.itemsize == 1:
         raise ValueError(
             f"{weights.source}: {name} is quantised ({str(matrix.dtype).removeprefix('torch.')}); "
-            "floating-point numbers are needed"
+            "floating-point numbers of 16 bits or more are needed"
         )
-    scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in weights.shapes]
-    if scales and matrix.itemsize == 1:
-        matrix = _scaled(weights, name, matrix, scales[0])
-    # model2vec keeps one row for several tokens, and which one is a token's.
-    if weights.shapes.get("mapping", ()) and len(weights.shapes["mapping"]) == 1:
-        rows = weights.read("mapping").long()
-        if rows.min() < 0 or rows.max() >= len(matrix):
-            raise ValueError(f"{weights.source}: mapping names rows that {name} does not have")
-        matrix = matrix[rows]
-    return matrix
-
-
-_SCALES = ("_scale_inv", "_scale")
-
-
-def _scaled(weights: Weights, name: str, matrix: Tensor, scale_name: str) -> Tensor:
-    """The numbers of an 8-bit matrix, in float32: each is multiplied by the scale of its block.
-
-    There is a scale for all, for each row, or for each square block, of a size that the
-    configuration says or that divides both sides alike.
-    """
-    scale = weights.read(scale_name).float()
-    rows, columns = matrix.shape
-    config = (weights.config or {}).get("quantization_config")
-    said = config.get("weight_block_size") if isinstance(config, Mapping) else None
-    if scale.numel() == 1 or tuple(scale.shape) in ((rows,), (rows, 1)):
-        blocks = [[rows // len(scale.reshape(-1)), columns]]
-    else:
-        blocks = [said] if said else [[n, n] for n in (128, 64, 32)]
-        blocks = [b for b in blocks if scale.shape == (-(-rows // b[0]), -(-columns // b[1]))]
-    if not blocks:
-        raise ValueError(
-            f"{weights.source}: {name} {[rows, columns]} has scales {scale_name} "
-            f"{list(scale.shape)} in an unknown layout: save the weights in bfloat16"
-        )
-    height, width = blocks[0]
-    scale = scale.reshape(-(-rows // height), -(-columns // width))
-    scaled = torch.empty(matrix.shape)
-    for index, of_rows in enumerate(scale):
-        chunk = slice(index * height, (index + 1) * height)
-        scaled[chunk] = matrix[chunk].float() * of_rows.repeat_interleave(width)[:columns]
-    return scaled
+    return EmbeddingMatrix(matrix, role, name, weights.config, weights.words)
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -254,60 +178,40 @@ def _open_folder(folder: Path) -> Weights:
         last = checkpoints[max(checkpoints)]
         return _open_folder(last) if last.is_dir() else open_file(last)
     if (folder / ".metadata").exists():
-        return open_distributed(folder)
-    config = _json(folder / "config.json") if (folder / "config.json").exists() else None
+        raise ValueError(
+            f"{folder} is a distributed checkpoint, whose index is a pickle: convert it with "
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} NEW.pt"
+        )
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
     # safetensors first, which execute no code and are read in part.
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if index.exists():
-            files = _indexed(_json(index), index)
-            return _join(str(folder), files, lambda file: _shard(folder / file), config)
+            return _join(str(folder), _json(index), lambda file: open_file(folder / file), config)
         if (folder / name).exists():
             opened = open_file(folder / name)
             return dataclasses.replace(opened, source=str(folder), config=config)
     if runs := inner_runs(folder):
         raise ValueError(f"{folder} is not a model, but holds runs: name one, such as {runs[0]}")
     raise ValueError(
-        f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
-        "pytorch_model.bin, no distributed checkpoint"
+        f"{folder} has no weights that can be read: no model.safetensors (or its index), and no "
+        "pytorch_model.bin"
     )
-
-
-def _shard(path: Path) -> Weights:
-    if not path.exists():
-        raise ValueError(f"{path.parent} lacks {path.name}, which its index names: download it")
-    return open_file(path)
-
-
-def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
-    """The file of each tensor; files outside the folder of the index are refused."""
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f"{source}: not an index of weights: it has no weight_map")
-    for file in files.values():
-        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
-            raise ValueError(f"{source}: {file!r} is not the name of a file beside it")
-    return files
 
 
 def _join(
     source: str,
-    files: Mapping[str, str],
+    index: Mapping[str, Any],
     open_shard: Callable[[str], Weights],
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    embeddings = {
-        name: file
-        for name, file in files.items()
-        if f".{re.sub('(_scale|_scale_inv)$', '', name)}".endswith(_INPUT_ENDINGS + _OUTPUT_ENDINGS)
-    }
+    with readable(f"{source}: not an index of weights"):
+        files = {str(name): str(file) for name, file in index["weight_map"].items()}
+    known = {f for n, f in files.items() if f".{n}".endswith(_INPUT_ENDINGS + _OUTPUT_ENDINGS)}
     # Without a known name in the index any of them may have the embeddings.
-    opened = {file: open_shard(file) for file in sorted({*(embeddings or files).values()})}
-    for name, file in embeddings.items():
-        if name not in opened[file].shapes:
-            raise ValueError(f"{source}: {name} is not in {file}, where the index has it")
-    shards = {name: shard for shard in opened.values() for name in shard.shapes}
+    opened = [open_shard(file) for file in sorted(known or {*files.values()})]
+    shards = {name: shard for shard in opened for name in shard.shapes}
     shapes = {name: shard.shapes[name] for name, shard in shards.items()}
     return Weights(source, shapes, lambda name: shards[name].read(name), config)
 
@@ -319,18 +223,16 @@ def _open_hub(name: str, revision: str | None) -> Weights:
 
     reach_hub()
 
-    def download(filename: str) -> dict[str, Any] | None:
+    def download(filename: str) -> dict[str, Any]:
         try:
             return _json(Path(huggingface_hub.hf_hub_download(name, filename, revision=revision)))
         except RemoteEntryNotFoundError:
-            return None
+            return {}
 
     try:
-        config = download("config.json")
-        index = download("model.safetensors.index.json")
-        if index is not None:
-            files = _indexed(index, f"{name}: model.safetensors.index.json")
-            return _join(name, files, lambda file: open_hub_file(name, file, revision), config)
+        config, index = download("config.json"), download("model.safetensors.index.json")
+        if index:
+            return _join(name, index, lambda file: open_hub_file(name, file, revision), config)
         weights = open_hub_file(name, "model.safetensors", revision)
         return dataclasses.replace(weights, source=name, config=config)
     except RemoteEntryNotFoundError:
@@ -347,10 +249,6 @@ def _open_hub(name: str, revision: str | None) -> Weights:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object")
+    with readable(f"{path}: not a JSON object"):
+        content: dict[str, Any] = {**json.loads(path.read_text(encoding="utf-8"))}
     return content

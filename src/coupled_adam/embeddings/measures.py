@@ -1,8 +1,8 @@
-"""The registry of measures: each is declared once, as a field of :class:`Measures`.
+"""The registry of measures: a table with a record for each, and the class that holds the numbers.
 
-A field holds the number, and its declaration holds everything that a table, a log or a page needs
-to know of it. To add a measure: its field with its function here, its row in ``docs/analyze.md``,
-and its test.
+A record has everything that a report, a log or a page needs to know of a measure. To add one: its
+record in the table here and its field in :class:`Measures`, its row in ``docs/analyze.md``, and its
+test.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.partition import isotropy_of
 from coupled_adam.embeddings.similarity import WordSimilarityReport
 from coupled_adam.rendering.tables import fixed
-
-Better = Literal["higher", "lower"]
-Flag = Literal["first", "column", "logged", "of_the_mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +66,22 @@ class MeasureInputs:
 class Measure:
     """A number that is measured, and how it is shown."""
 
-    key: str  # its name in Python, JSON, CSV and logs
+    key: str  # its name in Python, JSON and logs
     label: str  # its name in tables
     symbol: str  # the letter for it in the paper; may be empty
     digits: int  # how many decimals to show
-    better: Better | None  # which values are better; None for those that only describe
-    path: tuple[str, ...]  # where it is in a report or in an evaluation.json, as keys
+    better: Literal["higher", "lower"] | None  # which values are; None if it only describes
+    # It is not defined where this returns None or NaN; None if it is not measured of a matrix.
+    function: Callable[[MeasureInputs], Any] | None
     meaning: str = ""  # what it says, a fragment of a sentence
-    header: str = ""  # its name above a column
     healthy: Healthy | None = None  # for a matrix as it is; None if that cannot be said
+    header: str = ""  # its name above a column
     of_the_mean: bool = False  # whether it says nothing once the mean is removed
     first: bool = False  # whether a report shows it without being asked for all measures
     column: bool = False  # whether the table of runs has a column for it, as the paper's tables
     logged: bool = False  # whether it is logged in training, and recorded by the study
     centred: str = ""  # the header of its value with the mean removed, if that is logged as well
+    path: tuple[str, ...] = ()  # where it is in a report or in an evaluation.json, as keys
 
     @property
     def title(self) -> str:
@@ -117,55 +116,6 @@ class Measure:
         return fixed(value, digits)
 
 
-_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
-_STUDY = "docs/study/usual-betas.md, 0.4M to 2.6M parameters"
-_ONE_RUN = "one run each of the recipe tiny"
-
-
-def _measure(
-    function: Callable[[MeasureInputs], float | WordSimilarityReport | None],
-    shown: tuple[str, str, int, Better | None],
-    *,
-    flags: Iterable[Flag] = (),
-    **details: Any,
-) -> Any:
-    """Declare a measure, None where the function returns None or NaN.
-
-    ``shown`` are the label, the symbol, the digits and what is better, flags the attributes of
-    :class:`Measure` that are True, and details its other attributes.
-    """
-    details |= dict(zip(("label", "symbol", "digits", "better"), shown))
-    details |= dict.fromkeys(flags, True)
-    return dataclasses.field(metadata={"function": function, "details": details})
-
-
-def _of_length(
-    function: Callable[[MeasureInputs], float],
-) -> Callable[[MeasureInputs], float | None]:
-    """The function, and None for rows that are all zero, where it is not defined."""
-    return lambda rows: function(rows) if rows.norms.any() else None
-
-
-def _participation_ratio(values: Array) -> float:
-    shares = (values / values[0]) ** 2
-    return float(shares.sum() ** 2 / (shares**2).sum())
-
-
-def _iso_score(rows: MeasureInputs) -> float | None:
-    # To this the steps of its definition reduce.
-    if rows.spread is None or rows.columns == 1:
-        return None
-    return (_participation_ratio(rows.spread) - 1) / (rows.columns - 1)
-
-
-def _explained_variance(rows: MeasureInputs) -> float | None:
-    return None if rows.spread is None else rows.spread[0] ** 2 / (rows.spread**2).sum()
-
-
-def _correlation(values: Array | None, p: Array | None, floor: float | None = None) -> float | None:
-    return None if values is None or p is None else correlation_with_log(values, p, floor)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures:
     """The measures of an embedding matrix; None for a measure that is not defined.
@@ -196,167 +146,190 @@ class Measures:
         singular_values: [min(V, H)], descending.
     """
 
-    # In the order of the paper's Table 1, then as they are shown.
-    isotropy: float = _measure(
-        lambda rows: isotropy_of(rows.log_z),
-        ("isotropy", "Iso", 2, "higher"),
-        meaning="isotropy, 0 to 1, for both signs of every eigenvector",
-        healthy=Healthy(
-            f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8
-        ),
-        centred="Iso centred",
-        flags=("first", "column", "logged"),
-    )
-    mean_norm: float = _measure(
-        lambda rows: rows.mean_norm,
-        ("mean norm", "‖μ‖", 3, "lower"),
-        meaning="norm of the mean embedding",
-        flags=("column", "logged", "of_the_mean"),
-    )
-    mean_norm_ratio: float | None = _measure(
-        _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
-        ("relative mean norm", "‖μ‖ʳ", 3, "lower"),
-        meaning="that norm relative to the mean norm",
-        healthy=Healthy(
-            f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05
-        ),
-        flags=("first", "column", "logged", "of_the_mean"),
-    )
-    word_similarity: WordSimilarityReport | None = _measure(  # noqa: RUF009  # it is a field
-        lambda rows: rows.word_similarity,
-        ("word similarity, mean of the sets", "r̄", 1, "higher"),
-        path=("word_similarity", "mean"),
-        meaning="the mean over the sets of r, which is 100 × the correlation of similarity with "
-        "human ratings",
-        healthy=Healthy(
-            "57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"
-        ),
-        flags=("first", "column"),
-    )
-    norm_frequency_correlation: float | None = _measure(
-        lambda rows: _correlation(rows.norms, rows.p),
-        ("norm vs. log frequency", "ρ", 2, "higher"),
-        meaning="correlation of norm and log frequency, over the tokens that occur",
-        healthy=Healthy(
-            f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY}); the limit is a "
-            "rough guide: rare tokens do not have longer rows than frequent ones",
-            low=-0.1,
-        ),
-        flags=("first", "column", "logged"),
-    )
-    condition: float | None = _measure(
-        _of_length(lambda rows: 100 * rows.values[-1] / rows.values[0]),
-        ("condition, 100 σ_min/σ_max", "κ", 2, "higher"),
-        meaning="100 × smallest / largest singular value",
-        healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
-        flags=("first", "column", "logged"),
-    )
-    mean_cosine_similarity: float | None = _measure(
-        lambda rows: rows.mean_cosine,
-        ("mean cosine similarity", "cos", 3, "lower"),
-        meaning="mean cosine over all pairs of rows",
-        healthy=Healthy(
-            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
-            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})",
-            -0.05,
-            0.05,
-        ),
-        flags=("first", "logged"),
-    )
-    effective_rank: float | None = _measure(
-        _of_length(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
-        ("effective rank", "", 1, "higher"),
-        meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
-        healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
-        flags=("first", "logged"),
-    )
-    iso_score: float | None = _measure(
-        _iso_score,
-        ("IsoScore", "", 3, "higher"),
-        meaning="how evenly the variance is spread over the directions, 0 to 1",
-        healthy=Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-        flags=("first", "logged"),
-    )
-    explained_variance: float | None = _measure(
-        _explained_variance,
-        ("explained variance of the first direction", "", 3, "lower"),
-        meaning="the share of the variance along the first principal direction",
-        healthy=Healthy("1 / H if all directions vary equally"),
-    )
-    participation_ratio: float | None = _measure(
-        _of_length(lambda rows: _participation_ratio(rows.values)),
-        ("participation ratio", "", 1, "higher"),
-        meaning="how many directions have most of the variance",
-        healthy=Healthy("H if all directions are used equally; outliers lower it first"),
-    )
-    isotropy_unit: float | None = _measure(
-        _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
-        ("isotropy at unit mean norm", "", 2, "higher"),
-        header="Iso at unit norm",
-        meaning="isotropy after division by the mean norm, with which isotropy falls",
-        centred="Iso centred, at unit norm",
-        flags=("logged",),
-    )
-    isotropy_published: float = _measure(
-        lambda rows: isotropy_of(rows.log_z[:1]),
-        ("isotropy, as published", "", 2, None),
-        meaning="isotropy with the signs of the eigenvectors that the library happens to return",
-        flags=("of_the_mean",),
-    )
-    norm_frequency_correlation_published: float | None = _measure(
-        lambda rows: _correlation(rows.norms, rows.p, 1e-10),
-        ("norm vs. log frequency, as published", "", 2, "higher"),
-        header="ρ as published",
-        meaning="the same correlation over all tokens, with log(p + 1e-10)",
-        flags=("logged",),
-    )
-    mean_frequency_correlation: float | None = _measure(
-        lambda rows: _correlation(rows.along, rows.p),
-        ("along the mean vs. log frequency", "", 2, None),
-        meaning="correlation of e · μ and log frequency",
-        healthy=Healthy(
-            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
-            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})",
-            -0.5,
-            0.5,
-        ),
-        flags=("first", "of_the_mean"),
-    )
-    norm_mean: float = _measure(
-        lambda rows: float(rows.norms.mean()), ("norm, mean over rows", "‖e‖", 3, None)
-    )
-    norm_std: float = _measure(
-        lambda rows: float(rows.norms.std()), ("norm, standard deviation", "", 3, None)
-    )
-    norm_min: float = _measure(
-        lambda rows: float(rows.norms.min()), ("norm, smallest", "", 3, None)
-    )
-    norm_max: float = _measure(lambda rows: float(rows.norms.max()), ("norm, largest", "", 3, None))
+    isotropy: float
+    mean_norm: float
+    mean_norm_ratio: float | None
+    word_similarity: WordSimilarityReport | None
+    norm_frequency_correlation: float | None
+    condition: float | None
+    mean_cosine_similarity: float | None
+    effective_rank: float | None
+    iso_score: float | None
+    explained_variance: float | None
+    participation_ratio: float | None
+    isotropy_unit: float | None
+    isotropy_published: float
+    norm_frequency_correlation_published: float | None
+    mean_frequency_correlation: float | None
+    norm_mean: float
+    norm_std: float
+    norm_min: float
+    norm_max: float
     singular_values: list[float] = dataclasses.field(repr=False)
 
     @classmethod
     def compute(cls, rows: MeasureInputs) -> Measures:
         """All measures of a matrix."""
         numbers: dict[str, Any] = {}
-        for field in dataclasses.fields(Measures):
-            if "function" in field.metadata:
-                number = field.metadata["function"](rows)
-                if isinstance(number, float):
-                    number = None if math.isnan(number) else float(number)
-                numbers[field.name] = number
+        for key, measure in MEASURES.items():
+            assert measure.function is not None
+            number = measure.function(rows)
+            if isinstance(number, float):
+                number = None if math.isnan(number) else float(number)
+            numbers[key] = number
         return cls(**numbers, singular_values=rows.values.tolist())
 
 
-MEASURES = {
-    field.name: Measure(field.name, **{"path": (field.name,), **field.metadata["details"]})
-    for field in dataclasses.fields(Measures)
-    if "details" in field.metadata
-}
+def _of_length(
+    function: Callable[[MeasureInputs], float],
+) -> Callable[[MeasureInputs], float | None]:
+    """The function, and None for rows that are all zero, where it is not defined."""
+    return lambda rows: function(rows) if rows.norms.any() else None
+
+
+def _participation_ratio(values: Array) -> float:
+    shares = (values / values[0]) ** 2
+    return float(shares.sum() ** 2 / (shares**2).sum())
+
+
+def _iso_score(rows: MeasureInputs) -> float | None:
+    # To this the steps of its definition reduce.
+    if rows.spread is None or rows.columns == 1:
+        return None
+    return (_participation_ratio(rows.spread) - 1) / (rows.columns - 1)
+
+
+def _explained_variance(rows: MeasureInputs) -> float | None:
+    return None if rows.spread is None else rows.spread[0] ** 2 / (rows.spread**2).sum()
+
+
+def _correlation(values: Array | None, p: Array | None, floor: float | None = None) -> float | None:
+    return None if values is None or p is None else correlation_with_log(values, p, floor)
+
+
+_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
+_STUDY = "docs/study/usual-betas.md, 0.4M to 2.6M parameters"
+_ONE_RUN = "one run each of the recipe tiny"
+
+# In the order of the paper's Table 1, then as they are shown: key, label, symbol, digits, better,
+# function, meaning, healthy range.
+# fmt: off
+_TABLE = [
+    Measure(
+        "isotropy", "isotropy", "Iso", 2, "higher", lambda rows: isotropy_of(rows.log_z),
+        "isotropy, 0 to 1, for both signs of every eigenvector",
+        Healthy(f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8),
+        first=True, column=True, logged=True, centred="Iso centred",
+    ),
+    Measure(
+        "mean_norm", "mean norm", "‖μ‖", 3, "lower", lambda rows: rows.mean_norm,
+        "norm of the mean embedding", column=True, logged=True, of_the_mean=True,
+    ),
+    Measure(
+        "mean_norm_ratio", "relative mean norm", "‖μ‖ʳ", 3, "lower",
+        _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
+        "that norm relative to the mean norm",
+        Healthy(f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05),
+        first=True, column=True, logged=True, of_the_mean=True,
+    ),
+    Measure(
+        "word_similarity", "word similarity, mean of the sets", "r̄", 1, "higher",
+        lambda rows: rows.word_similarity,
+        "the mean over the sets of r, which is 100 × the correlation of similarity with human "
+        "ratings",
+        Healthy("57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"),
+        first=True, column=True, path=("word_similarity", "mean"),
+    ),
+    Measure(
+        "norm_frequency_correlation", "norm vs. log frequency", "ρ", 2, "higher",
+        lambda rows: _correlation(rows.norms, rows.p),
+        "correlation of norm and log frequency, over the tokens that occur",
+        Healthy(
+            f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY}); the limit is a "
+            "rough guide: rare tokens do not have longer rows than frequent ones", low=-0.1,
+        ),
+        first=True, column=True, logged=True,
+    ),
+    Measure(
+        "condition", "condition, 100 σ_min/σ_max", "κ", 2, "higher",
+        _of_length(lambda rows: 100 * rows.values[-1] / rows.values[0]),
+        "100 × smallest / largest singular value",
+        Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
+        first=True, column=True, logged=True,
+    ),
+    Measure(
+        "mean_cosine_similarity", "mean cosine similarity", "cos", 3, "lower",
+        lambda rows: rows.mean_cosine, "mean cosine over all pairs of rows",
+        Healthy(
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
+            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})", -0.05, 0.05,
+        ),
+        first=True, logged=True,
+    ),
+    Measure(
+        "effective_rank", "effective rank", "", 1, "higher",
+        _of_length(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
+        "exponential of the entropy of the singular values (Roy & Vetterli 2007)",
+        Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
+        first=True, logged=True,
+    ),
+    Measure(
+        "iso_score", "IsoScore", "", 3, "higher", _iso_score,
+        "how evenly the variance is spread over the directions, 0 to 1",
+        Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
+        first=True, logged=True,
+    ),
+    Measure(
+        "explained_variance", "explained variance of the first direction", "", 3, "lower",
+        _explained_variance, "the share of the variance along the first principal direction",
+        Healthy("1 / H if all directions vary equally"),
+    ),
+    Measure(
+        "participation_ratio", "participation ratio", "", 1, "higher",
+        _of_length(lambda rows: _participation_ratio(rows.values)),
+        "how many directions have most of the variance",
+        Healthy("H if all directions are used equally; outliers lower it first"),
+    ),
+    Measure(
+        "isotropy_unit", "isotropy at unit mean norm", "", 2, "higher",
+        _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
+        "isotropy after division by the mean norm, with which isotropy falls",
+        header="Iso at unit norm", logged=True, centred="Iso centred, at unit norm",
+    ),
+    Measure(
+        "isotropy_published", "isotropy, as published", "", 2, None,
+        lambda rows: isotropy_of(rows.log_z[:1]),
+        "isotropy with the signs of the eigenvectors that the library happens to return",
+        of_the_mean=True,
+    ),
+    Measure(
+        "norm_frequency_correlation_published", "norm vs. log frequency, as published", "", 2,
+        "higher", lambda rows: _correlation(rows.norms, rows.p, 1e-10),
+        "the same correlation over all tokens, with log(p + 1e-10)",
+        header="ρ as published", logged=True,
+    ),
+    Measure(
+        "mean_frequency_correlation", "along the mean vs. log frequency", "", 2, None,
+        lambda rows: _correlation(rows.along, rows.p), "correlation of e · μ and log frequency",
+        Healthy(
+            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
+            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})", -0.5, 0.5,
+        ),
+        first=True, of_the_mean=True,
+    ),
+    Measure("norm_mean", "norm, mean over rows", "‖e‖", 3, None, lambda rows: rows.norms.mean()),
+    Measure("norm_std", "norm, standard deviation", "", 3, None, lambda rows: rows.norms.std()),
+    Measure("norm_min", "norm, smallest", "", 3, None, lambda rows: rows.norms.min()),
+    Measure("norm_max", "norm, largest", "", 3, None, lambda rows: rows.norms.max()),
+]
+# fmt: on
+
+MEASURES = {m.key: m if m.path else dataclasses.replace(m, path=(m.key,)) for m in _TABLE}
 """All measures by key, in the order of tables."""
 
 LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
-        measure, key=f"{key}_centered", path=("centered", *measure.path), header=measure.centred
+        measure, key=f"{key}_centered", path=("centered", key), header=measure.centred
     )
     for key, measure in MEASURES.items()
     if measure.centred

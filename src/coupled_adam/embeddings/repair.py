@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.loading import EmbeddingMatrix, Role, load_embeddings
+from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings, model_embeddings
 from coupled_adam.embeddings.undertrained import undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.files import new_folder, write_atomically
-from coupled_adam.runs import MODEL, inner_runs, is_run
+from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
 Reason = Literal["not finite", "nearly zero", "under-trained"]
@@ -53,43 +53,30 @@ class RepairedMatrix:
     mean_removed: float | None  # its norm; None if the matrix was not recentered
 
 
-def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = False) -> str:
-    """Why a model or a file cannot be repaired, or recentered; empty if it can.
-
-    The configuration is the model's, and the role as in :class:`EmbeddingMatrix`.
-    """
-    path = Path(source)
-    if path.suffix == ".npy" and path.is_file():
-        return "--recenter needs a model with output embeddings" if recenter else ""
-    names = config.get("architectures")
-    if path.is_file() or not (names and isinstance(names, list) and _is_known(names[0])):
-        return "only folders of models that transformers loads, and .npy files, can be repaired"
-    if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob(f"{MODEL}/*.safetensors")]:
-        return "it has no safetensors: save the model as safetensors first"
-    if config.get("quantization_config"):
-        return "it is quantised: repair the model that it was made of"
-    if not recenter:
-        return ""
-    if role not in ("output", "tied"):
-        return "--recenter needs output embeddings, and it has none"
-    # Capped logits are not shifted alike, and models with images have the text's values in a part.
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, Mapping) else [config]
-    if caps := [cap for part in parts for cap in _CAPS if part.get(cap)]:
-        return f"--recenter would change its function: its logits are capped ({caps[0]})"
-    if role == "tied" and config.get("model_type") != "gpt2":
-        return (
-            "--recenter would change its function: its embeddings are tied, and it has no learned "
-            "positions like GPT-2's to take up the mean on the input side"
-        )
-    return ""
-
-
-def _is_known(architecture: object) -> bool:
-    """Whether transformers has the class of a model."""
+def can_repair(source: Path, config: Mapping[str, Any]) -> bool:
+    """Whether transformers can load and save a model with this config.json, or it is a matrix."""
     import transformers  # takes seconds
 
-    return isinstance(architecture, str) and hasattr(transformers, architecture)
+    if source.is_file():
+        return source.suffix == ".npy"
+    names = config.get("architectures")
+    is_known = isinstance(names, list) and bool(names) and hasattr(transformers, str(names[0]))
+    places = "*.safetensors", f"{MODEL}/*.safetensors"
+    is_safe = not source.is_dir() or any([*source.glob(place)] for place in places)  # else: the hub
+    return is_known and is_safe and not config.get("quantization_config")
+
+
+def can_recenter(config: Mapping[str, Any], role: str) -> bool:
+    """Whether removing the mean from a matrix of this role leaves the predictions as they are.
+
+    Capped logits are not shifted alike. What is taken from a tied matrix, something on the input
+    side must give back: only GPT-2 has positions that can.
+    """
+    # Models with images have the values of the text in a part.
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    is_capped = any(part.get(cap) for part in parts for cap in _CAPS)
+    is_shifted = role == "output" or (role == "tied" and config.get("model_type") == "gpt2")
+    return is_shifted and not is_capped
 
 
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
@@ -101,7 +88,7 @@ def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
     return {row: "nearly zero" if finite[row] else "not finite" for row in dead}
 
 
-def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask, seed: int = 0) -> Tensor:
+def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask) -> Tensor:
     """New rows [count, H] for an embedding matrix [V, H], in its dtype.
 
     They are drawn from the normal distribution that has the mean and the covariance of the healthy
@@ -112,7 +99,7 @@ def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask, seed: i
     mean, norms = geometry.mean_and_norms(embeddings, healthy)
     covariance = geometry.gram(embeddings, mean, healthy) / len(norms)
     squares, basis = torch.linalg.eigh(covariance)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     draws = torch.randn(count, len(mean), generator=generator, dtype=torch.float64)
     new = mean + draws.to(mean.device) * squares.clamp(min=0).sqrt() @ basis.T
     rows: Tensor = new.to(embeddings.device, embeddings.dtype)
@@ -124,18 +111,12 @@ def model_folder(model: str, revision: str | None = None) -> Path:
 
     A file is returned as it is. Raises UsageError if there is no such model.
     """
-    folder = Path(model)
-    if folder.is_file():
-        return folder
-    if is_run(folder):
-        folder = folder / MODEL
-        if not folder.exists():
-            raise UsageError(f"{model} is a run that has no model yet: let it finish first")
-    if folder.exists() or not is_hub_id(model):
-        if runs := inner_runs(folder):
-            raise UsageError(f"{model} is not a model, but holds runs: name one, such as {runs[0]}")
-        if not (folder / "config.json").exists():
-            raise UsageError(f"{model} is not a model in Hugging Face format: no config.json in it")
+    folder = Path(model) / MODEL if is_run(Path(model)) else Path(model)
+    if Path(model).exists() or not is_hub_id(model):
+        if not folder.is_file() and not (folder / "config.json").exists():
+            raise UsageError(
+                f"{folder} is not a model in Hugging Face format: no config.json in it"
+            )
         return folder
     try:
         return download_model(model, revision, _DOWNLOADED)
@@ -153,13 +134,11 @@ def repair_model(
     *,
     undertrained: bool = False,
     recenter: bool = False,
-    seed: int = 0,
 ) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
-    transformers loads the model in the dtype of its embeddings, and saves the copy; the
-    tokenizer and all else beside the weights is copied. The row of the model's padding token may be
-    zero.
+    transformers loads the model and saves the copy; the tokenizer and all else beside the weights
+    is copied. The row of the model's padding token may be zero.
 
     Args:
         source: a folder with a model that transformers knows, as safetensors, or a ``.npy`` file
@@ -169,31 +148,25 @@ def repair_model(
         undertrained: whether to repair also tokens that cannot be told from unused rows.
         recenter: whether to subtract the mean from the output embeddings. This shifts all logits of
             a position alike, which leaves the softmax as it is.
-        seed: of the new rows.
 
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
-    if source.suffix == ".npy" != out.suffix and source.is_file():
-        raise UsageError(f"--out {out} must end in .npy, as {source} does")
-    model = None if source.is_file() else _load(source)
-    entries = [] if model is None else _matrices(model)
-    config, role = (entries[-1].config, entries[-1].role) if entries else ({}, "embeddings")
-    if problem := why_not(str(source), config, role, recenter):
-        raise UsageError(f"{source}: {problem}")
-    if model is None:
-        with refused("", (ValueError, OSError)):
-            entries = load_embeddings(source)
+    model, entries = _load(source)
+    moved = {e.role for e in entries if recenter and can_recenter(e.config, e.role)}
+    if recenter and not moved:
+        raise UsageError(
+            f"{source}: --recenter would change its predictions: it is for output embeddings whose "
+            "logits are not capped and, if they are tied, for GPT-2 alone"
+        )
     reports = []
     for entry in entries:
         with refused(f"{source}: "):
-            rows = _repair_rows(entry, vocabulary(len(entry.matrix)), undertrained, seed)
-        is_moved = recenter and entry.role != "input"
-        reports.append(
-            RepairedMatrix(entry.role, rows, _recenter(entry, model) if is_moved else None)
-        )
+            rows = _repair_rows(entry, vocabulary(len(entry.matrix)), undertrained)
+        removed = _recenter(entry, model) if entry.role in moved else None
+        reports.append(RepairedMatrix(entry.role, rows, removed))
     out.parent.mkdir(parents=True, exist_ok=True)
     if model is None:
         array = io.BytesIO()
@@ -210,51 +183,51 @@ def repair_model(
     return reports
 
 
-def _load(folder: Path) -> Any:
-    """The model in a folder, with all of its tensors."""
+def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
+    """A model with all of its tensors, and its embeddings, which change with the matrices.
+
+    None and the matrix, if the source is a file.
+    """
     import transformers
 
-    with refused(f"{folder}: ", (ValueError, OSError)):
-        config, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    if problem := why_not(str(folder), config, ""):
-        raise UsageError(f"{folder}: {problem}")
-    with refused("", (ValueError, OSError)):  # a configuration may name another than the stored one
-        dtype = load_embeddings(folder)[0].matrix.dtype
+    config: dict[str, Any] = {}
+    if not source.is_file():
+        with refused(f"{source}: ", (ValueError, OSError)):
+            config, _ = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=True)
+    if not can_repair(source, config):
+        raise UsageError(
+            f"{source} cannot be repaired: it must be the folder of a model that transformers "
+            "loads from safetensors and that is not quantised, or a .npy file with a matrix"
+        )
+    if source.is_file():
+        with refused("", ValueError):
+            return None, load_embeddings(source)
     try:
         model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
-            folder,
-            dtype=dtype,
+            source,
+            dtype="auto",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
     except Exception as error:  # of many types
-        raise UsageError(f"{folder} cannot be loaded ({one_line(error)})") from None
+        raise UsageError(f"{source} cannot be loaded ({one_line(error)})") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, loading[kind])):
             raise UsageError(
-                f"{folder}: transformers does not load all of it ({kind}: {keys[0]}), so a copy "
+                f"{source}: transformers does not load all of it ({kind}: {keys[0]}), so a copy "
                 "would not be the same model"
             )
-    return model
-
-
-def _matrices(model: Any) -> list[EmbeddingMatrix]:
-    """The embeddings of a model, which change with the matrices."""
-    sides: list[tuple[Role, Any]] = [
-        ("input", model.get_input_embeddings()),
-        ("output", model.get_output_embeddings()),
-    ]
-    weights = {role: layer.weight for role, layer in sides if layer is not None}
-    if len(weights) == 2 and weights["input"] is weights["output"]:
-        weights = {"tied": weights["input"]}
+    weights: dict[Any, Tensor] = dict(reversed(model_embeddings(model).items()))
+    if list(weights) == ["output"]:
+        weights = {"tied": weights["output"]}
     config = model.config.to_dict()
-    return [EmbeddingMatrix(w.detach(), role, "", config) for role, w in weights.items()]
+    return model, [EmbeddingMatrix(w.detach(), role, "", config) for role, w in weights.items()]
 
 
 def _repair_rows(
-    entry: EmbeddingMatrix, vocabulary: Vocabulary, undertrained: bool, seed: int
+    entry: EmbeddingMatrix, vocabulary: Vocabulary, undertrained: bool
 ) -> list[RepairedRow]:
     """Give the rows of a matrix that need it new values, in place."""
     matrix = entry.matrix
@@ -281,7 +254,7 @@ def _repair_rows(
     if not rows:
         return []
     before = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
-    matrix[rows] = healthy_rows(matrix, len(rows), healthy, seed)
+    matrix[rows] = healthy_rows(matrix, len(rows), healthy)
     after = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
     return [
         RepairedRow(row, vocabulary.name(row), reasons[row], old if np.isfinite(old) else None, new)

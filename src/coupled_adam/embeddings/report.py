@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.diagnosis import Advice, diagnose
+from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, top_directions
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
@@ -64,13 +64,14 @@ class EmbeddingReport(Measures):
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
         return " ".join(self.sentences())
 
-    def sentences(self, dead: Sequence[str] = (), advice: Advice | None = None) -> list[str]:
+    def sentences(
+        self, dead: Sequence[str] = (), repair: str = "", recenter: str = ""
+    ) -> list[str]:
         """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
         rows = self.vocab_size - self.excluded_rows
         seen = max(rows - (self.unseen_tokens or 0), 0)
-        return diagnose(
-            self, self.centered, (rows, self.hidden_size), seen, dead, advice or Advice()
-        )
+        size = rows, self.hidden_size
+        return diagnose(self, self.centered, size, seen, dead, repair, recenter)
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""

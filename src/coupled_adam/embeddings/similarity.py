@@ -32,15 +32,12 @@ class SetScore:
     Attributes:
         r: 100 x the Pearson correlation of ratings and cosine similarities, -100 to 100. None with
             fewer than three usable pairs, or if all ratings or all similarities are equal.
-        interval: the 95 % confidence interval of ``r``, from Fisher's transformation. None with
-            fewer than four usable pairs.
         spearman: 100 x the correlation of their ranks; None if ``r`` is.
         pairs: the number of usable pairs, from which ``r`` is computed.
         total: the number of pairs in the set.
     """
 
     r: float | None
-    interval: tuple[float, float] | None
     spearman: float | None
     pairs: int
     total: int
@@ -66,26 +63,26 @@ class WordSimilarityReport:
         return dataclasses.asdict(self)
 
 
-# The files in which sets were published, by name, and their SHA-256.
+# The files in which sets were published, and their SHA-256.
 _PUBLISHED = {
-    "MEN": "MEN_dataset_lemma_form_full",
-    "RW": "rw.txt",
-    "SimLex-999": "SimLex-999.txt",
-    "WordSim-353 similarity": "wordsim_similarity_goldstandard.txt",
-    "WordSim-353 relatedness": "wordsim_relatedness_goldstandard.txt",
+    "MEN_dataset_lemma_form_full": (
+        "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a"
+    ),
+    "rw.txt": "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
+    "SimLex-999.txt": "34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
+    "wordsim_similarity_goldstandard.txt": (
+        "f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107"
+    ),
+    "wordsim_relatedness_goldstandard.txt": (
+        "66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa"
+    ),
 }
-_SHA256 = {
-    "MEN": "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
-    "RW": "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
-    "SimLex-999": "34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
-    "WordSim-353 similarity": "f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
-    "WordSim-353 relatedness": "66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
-}
+_NAMES = ("MEN", "RW", "SimLex-999", "WordSim-353 similarity", "WordSim-353 relatedness")
 _SOURCE = (
     "https://raw.githubusercontent.com/flxst/coupled-adam/"
     "714ba36f98416224eff0aab3092852ffc2c62337/tmic/datasets/"
 )
-_TAG = re.compile(r"(.+)-[nvj]")  # of sun-n only the word counts
+_TAG = re.compile(r"(?<=.)-[nvj]$")  # of sun-n only the word counts
 
 
 def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
@@ -94,32 +91,27 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     In a folder, sets are the files as published of MEN (Bruni et al. 2014), RW (Luong et al. 2013),
     SimLex-999 (Hill et al. 2015), and the two halves of WordSim-353, similarity and relatedness
     (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file. A file has in each line two words
-    and, in a column of its own, a number, separated by tabs, commas, semicolons or spaces. The
-    first line may be a header.
+    and, in a column of its own, a number, separated by tabs, commas or spaces. The first line may
+    be a header.
 
     Raises:
-        ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
+        ValueError: if there is no set, or a line has an unexpected format.
         OSError: if a file cannot be read.
     """
-    names = {file: name for name, file in _PUBLISHED.items()}
+    names = dict(zip(_PUBLISHED, _NAMES))
     folder = Path(place)
     if folder.is_file():
         return {names.get(folder.name, folder.stem): _read(folder)}
-    found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and (path.name in names or path.suffix in (".csv", ".tsv")):
-            name = names.get(path.name, path.stem)
-            if name in found:
-                raise ValueError(f"{name} exists twice, in {found[name]} and {path}: remove one")
-            found[name] = path
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # The published sets first, in the paper's order.
+    found = {name: path for file, name in names.items() for path in files if path.name == file}
+    found |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
     if not found:
         raise ValueError(
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
-            f"{', '.join(_PUBLISHED.values())}"
+            f"{', '.join(_PUBLISHED)}"
         )
-    # The published sets first, in the paper's order.
-    order = [*(name for name in _PUBLISHED if name in found), *sorted(found.keys() - _PUBLISHED)]
-    return {name: _read(found[name]) for name in order}
+    return {name: _read(path) for name, path in found.items()}
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -138,9 +130,9 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     sets = pooch.create(
         path=folder or pooch.os_cache("coupled-adam") / "word-similarity",
         base_url=_SOURCE,
-        registry={_PUBLISHED[name]: f"sha256:{digest}" for name, digest in _SHA256.items()},
+        registry=_PUBLISHED,  # in which a digest is SHA-256 unless it says otherwise
     )
-    for file in _PUBLISHED.values():
+    for file in _PUBLISHED:
         sets.fetch(file)
     return Path(sets.path)
 
@@ -235,13 +227,12 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     count, total = len(ratings), len(entry.pairs)
     # Equal cosines differ by rounding errors, whose correlation would be meaningless.
     if count < 3 or np.ptp(ratings) == 0 or np.ptp(cosines) <= 1e-12:
-        return SetScore(None, None, None, count, total)
-    result, interval = stats.pearsonr(ratings, cosines), None
-    if count > 3:
-        low, high = result.confidence_interval(0.95)
-        interval = 100 * float(low), 100 * float(high)
-    spearman = 100 * float(stats.spearmanr(ratings, cosines).statistic)
-    return SetScore(100 * float(result.statistic), interval, spearman, count, total)
+        return SetScore(None, None, count, total)
+    pearson, spearman = (
+        100 * float(correlation(ratings, cosines).statistic)
+        for correlation in (stats.pearsonr, stats.spearmanr)
+    )
+    return SetScore(pearson, spearman, count, total)
 
 
 def _read(path: Path) -> WordSimilaritySet:
@@ -250,30 +241,22 @@ def _read(path: Path) -> WordSimilaritySet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     pairs, ratings = [], []
-    separator = column = None
-    tagged = False
+    column = None  # of the ratings: the first number after the words
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        separator = separator or next((s for s in "\t,;" if line.count(s) >= 2), " ")
-        fields = [field.strip().strip('"') for field in line.split(separator)]
-        if column is None:
-            numeric = [i for i, field in enumerate(fields) if i > 1 and _number(field) is not None]
-            if not numeric and number == 1 and len(fields) > 2:
-                continue  # a header
-            column = numeric[0] if numeric else 2
-            tagged = all(_TAG.fullmatch(word) for word in fields[:2])
-        words = fields[:2]
-        if tagged:
-            words = [match[1] for word in words if (match := _TAG.fullmatch(word))]
-        rating = _number(fields[column]) if column < len(fields) else None
-        if rating is None or len(words) != 2 or not all(words):
+        separator = next((s for s in "\t," if s in line), None)
+        fields = [field.strip() for field in line.split(separator)]
+        numeric = [i for i, field in enumerate(fields) if i > 1 and _number(field) is not None]
+        if not line.strip() or (number == 1 and len(fields) > 2 and not numeric):
+            continue  # a header
+        column = column or (numeric or [2])[0]
+        first, second = [*fields, "", ""][:2]
+        if column not in numeric or not (first and second):
             raise ValueError(
                 f"{path}, line {number}: expected two words and a rating in column {column + 1}, "
                 f"not {line[:100]!r}"
             )
-        pairs.append((words[0], words[1]))
-        ratings.append(rating)
+        pairs.append((_TAG.sub("", first), _TAG.sub("", second)))
+        ratings.append(float(fields[column]))
     if not pairs:
         raise ValueError(f"{path} contains no pairs")
     return WordSimilaritySet(tuple(pairs), tuple(ratings))

@@ -49,7 +49,6 @@ class Vocabulary:
     # [V], what was seen by no training, as far as can be known without its text: rows without a
     # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
     unused: Mask
-    surplus: int = 0  # the number of the tokenizer's tokens for which there is no row
     # The row of each token in the tokenizer's own spelling, such as "▁the", "Ġthe" or "##ing".
     spelled: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -132,8 +131,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
         categories[row] = category
         texts[row] = text if category in ("ok", "unreachable") and text else piece
         unused[row] = piece in _NEVER_USED.get(category, ()) or bool(_RESERVED.fullmatch(piece))
-    surplus = sum(row >= rows for row in pieces)
-    return Vocabulary(texts, categories, unused, surplus, spelled)
+    return Vocabulary(texts, categories, unused, spelled)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

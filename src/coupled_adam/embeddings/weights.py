@@ -1,16 +1,12 @@
 """Open files of weights safely: list their tensors, and read single ones.
 
-Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only=True``, ``.npy``
-files with objects are refused, and the index of a distributed checkpoint, which is a pickle, may
-name only what torch itself writes there. What cannot be read is a ValueError that says what to do.
+Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only=True``, and
+``.npy`` files with objects are refused. What cannot be read is a ValueError.
 """
 
 import contextlib
 import dataclasses
 import json
-import pickle
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +20,9 @@ from coupled_adam.errors import one_line
 from coupled_adam.runs import is_checkpoint
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
-_VECTORS = (".txt", ".vec", ".tsv", ".npz", ".gguf")
+_VECTORS = (".txt", ".vec")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES, *_VECTORS)
 """The suffixes of the files that :func:`open_file` opens."""
-_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +32,13 @@ class Weights:
     source: str
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
-    config: Mapping[str, Any] | None = None  # the model's config.json
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the model's config.json
     words: Sequence[str] | None = None  # what the rows stand for, [V]
 
 
 @contextlib.contextmanager
 def readable(otherwise: str) -> Iterator[None]:
-    """Make a ValueError of what libraries raise, of many types, for what is damaged or unsafe."""
+    """Make a ValueError of what libraries raise, of many types, for what cannot be read."""
     try:
         yield
     except Exception as error:
@@ -52,29 +47,17 @@ def readable(otherwise: str) -> Iterator[None]:
 
 def open_file(path: Path) -> Weights:
     """Open a file of weights according to its suffix, which must be known."""
-    with path.open("rb") as file:
-        start = file.read(64)
-    if start.startswith(_POINTER):
-        raise ValueError(
-            f"{path} is a pointer of Git LFS and not the file itself: run git lfs pull in its "
-            "repository"
-        )
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":
         array = read_array(path)
-        if array.dtype.kind != "f":
-            raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
-        if array.ndim != 2:
-            raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
-        native = array.astype(array.dtype.newbyteorder("="), copy=False)
-        return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
-    # word2vec's .bin begins with two numbers, and fastText's with a number of its own.
-    is_vectors = re.match(rb"\d+ \d+\n", start) or start.startswith(b"\xba\x16\x4f\x2f")
-    if path.suffix in _VECTORS or (path.suffix == ".bin" and is_vectors):
-        from coupled_adam.embeddings.vectors import open_vectors
-
-        return open_vectors(path)
+        if array.dtype.kind != "f" or array.ndim != 2:
+            kind = f"{array.dtype} {list(array.shape)}"
+            raise ValueError(f"{path}: a matrix [V, H] of floats is needed, not {kind}")
+        native = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+        return Weights(str(path), {"": array.shape}, lambda _: native)
+    if path.suffix in _VECTORS:
+        return _open_vectors(path)
     if path.suffix in _ARCHIVES or is_checkpoint(path):
         return _open_archive(path)
     raise ValueError(
@@ -114,21 +97,16 @@ def _open_archive(path: Path) -> Weights:
         # The format before torch 1.6 is not a zip file and cannot be memory-mapped.
         with path.open("rb") as file:
             is_zip = file.read(4) == b"PK\3\4"
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-        tensors = dict(_tensors("", content))
-    except Exception as error:
+        tensors = dict(_tensors("", torch.load(path, "cpu", weights_only=True, mmap=is_zip)))
+    except Exception:
         # torch's own message recommends to execute what is in the file.
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"names {name[1]}" if name else "holds more than tensors, or is damaged"
         raise ValueError(
-            f"{path} {what}, and is not unpickled, which could execute it: if you trust it, "
-            "load it with torch and save its weights with safetensors.torch.save_file"
+            f"{path} is damaged, or holds more than tensors, and is not unpickled, which could "
+            "execute it: if you trust it, load it with torch and save its weights with "
+            "safetensors.torch.save_file"
         ) from None
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     return Weights(str(path), shapes, tensors.__getitem__)
-
-
-_DENSE = torch.strided, "cpu"
 
 
 def _tensors(name: str, content: Any) -> Iterator[tuple[str, Tensor]]:
@@ -136,58 +114,32 @@ def _tensors(name: str, content: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(content, Mapping):
         for key, value in content.items():
             yield from _tensors(f"{name}.{key}" if name else str(key), value)
-    elif isinstance(content, Tensor) and (content.layout, content.device.type) == _DENSE:
+    elif isinstance(content, Tensor) and content.layout is torch.strided:
         yield name, content
 
 
-def open_distributed(folder: Path) -> Weights:
-    """Open a folder written by torch.distributed.checkpoint, as in sharded training."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+def _open_vectors(path: Path) -> Weights:
+    """Read vectors of word2vec, GloVe or fastText: a line for each row, a word and its numbers.
 
-    class Reader(FileSystemReader):
-        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            with (folder / ".metadata").open("rb") as file:
-                metadata: Metadata = _IndexUnpickler(file).load()
-            for place in (metadata.storage_data or {}).values():
-                if Path(place.relative_path).name != place.relative_path:
-                    raise ValueError(f"{place.relative_path!r} is not the name of a file in it")
-            return metadata
-
-    with readable(f"{folder}: not a whole distributed checkpoint"):
-        entries = Reader(folder).read_metadata().state_dict_metadata
-    tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-
-    def read(name: str) -> Tensor:
-        with readable(f"{folder}: {name} cannot be read"):
-            tensor = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
-            try:
-                with warnings.catch_warnings(action="ignore"):  # that there is only one process
-                    load({name: tensor}, storage_reader=Reader(folder), no_dist=True)
-            except CheckpointException as error:  # which is no Exception
-                raise ValueError(next(iter(error.failures.values()))[0]) from None
-        return tensor
-
-    return Weights(str(folder), {name: tuple(e.size) for name, e in tensors.items()}, read)
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickles the index of a distributed checkpoint, which may name nothing else."""
-
-    _ALLOWED = (
-        r"torch\.(Size|\w*float\w*|u?int\d+|bool|complex\d+)|collections\.OrderedDict"
-        r"|torch\.serialization\._get_layout|pathlib(\._local)?\.PosixPath"
-        r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo"
-        r"|metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties|_MEM_FORMAT_ENCODING"
-        r"|(Tensor|Chunk|Bytes)StorageMetadata))"
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not re.fullmatch(self._ALLOWED, f"{module}.{name}"):
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which is not allowed")
-        return super().find_class(module, name)
+    word2vec and fastText begin with a line that has V and H, and GloVe does not.
+    """
+    columns = None
+    words: list[str] = []
+    rows: list[NDArray[np.float32]] = []
+    # Only \n ends a line: words may contain every other character that could.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            fields = line.rstrip("\r\n ").split(" ")
+            if number == 1 and len(fields) == 2:
+                continue
+            columns = columns or len(fields) - 1
+            with readable(f"{path}, line {number}: not a word and {columns} numbers"):
+                rows.append(np.array(fields[-columns:], np.float32).reshape(columns))
+            words.append(" ".join(fields[:-columns]))  # which may contain spaces, in GloVe's files
+    if not rows:
+        raise ValueError(f"{path} has no vectors")
+    matrix = torch.from_numpy(np.stack(rows))
+    return Weights(str(path), {"": tuple(matrix.shape)}, lambda _: matrix, words=words)
 
 
 def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
@@ -197,25 +149,19 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
     """
     import safetensors.torch
     from huggingface_hub import HfApi, hf_hub_url
-    from huggingface_hub.errors import SafetensorsParsingError
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not listed
         build_hf_headers,
         get_session,
         hf_raise_for_status,
     )
 
-    try:
-        header = HfApi().parse_safetensors_file_metadata(name, filename, revision=revision)
-    except SafetensorsParsingError as error:
-        raise ValueError(f"{name}: {filename} is not a safetensors file ({error})") from None
+    header = HfApi().parse_safetensors_file_metadata(name, filename, revision=revision)
     url = hf_hub_url(name, filename, revision=revision)
 
     def fetch(first: int, length: int) -> bytes:
         headers = {**build_hf_headers(), "range": f"bytes={first}-{first + length - 1}"}
         response = get_session().get(url, headers=headers, follow_redirects=True)
         hf_raise_for_status(response)
-        if len(response.content) != length:
-            raise ValueError(f"{url}: received {len(response.content)} bytes instead of {length}")
         return response.content
 
     def read(tensor: str) -> Tensor:

@@ -123,7 +123,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     except OSError as error:
         raise UsageError(
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-            "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+            "make room, or choose another folder with COUPLED_ADAM_CACHE"
         ) from None
     facts["source"] = source.name
     # A block is a sequence and the token that follows its last one.

@@ -17,9 +17,12 @@ from coupled_adam.lab.run import Run, read_run
 from coupled_adam.runs import CONFIG
 
 _LOSS, _ACCURACY = "test loss in nats per token", "mean accuracy of the downstream tasks"
-TEST_LOSS = Measure("test_loss", "test loss", "L", 3, "lower", ("test_loss",), _LOSS, column=True)
+TEST_LOSS = Measure(
+    "test_loss", "test loss", "L", 3, "lower", None, _LOSS, column=True, path=("test_loss",)
+)
+_PATH = ("lm_eval", "accuracy")
 ACCURACY = Measure(
-    "accuracy", "accuracy", "Acc", 3, "higher", ("lm_eval", "accuracy"), _ACCURACY, column=True
+    "accuracy", "accuracy", "Acc", 3, "higher", None, _ACCURACY, column=True, path=_PATH
 )
 
 _OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]

@@ -16,8 +16,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from coupled_adam.embeddings.weights import open_distributed
-from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
 from coupled_adam.lab.training.distributed import any_rank, on_rank_zero, rank
 from coupled_adam.runs import CHECKPOINTS, by_step, step_name
 
@@ -34,17 +33,8 @@ class Checkpoints(pl.Callback):
         self._asked_to_stop = False
 
     def last(self) -> Path | None:
-        """The newest checkpoint, or None if there is none.
-
-        Raises:
-            UsageError: it is sharded, and torch would execute what others have put into it.
-        """
+        """The newest checkpoint, or None if there is none."""
         *_, path = None, *by_step(self.folder).values()
-        if path is not None and path.is_dir():
-            try:
-                open_distributed(path)
-            except ValueError as error:
-                raise UsageError(f"{path} cannot be used ({error}): {_ADVICE}") from None
         return path
 
     @contextmanager
@@ -128,11 +118,9 @@ def _cause(error: BaseException, path: Path) -> BaseException:
     if isinstance(error, CheckpointException):
         number, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
         reason = getattr(_cause(failure, path), "strerror", None) or failure
-        return on_all_ranks(
-            TrainingError(
-                f"process {number}: {one_line(reason)}: {path}; what was finished is kept, "
-                "continue with --resume"
-            )
+        return TrainingError(
+            f"process {number}: {one_line(reason)}: {path}; what was finished is kept, continue "
+            "with --resume"
         )
     # torch raises another error when it closes the archive that it could not write.
     cause: BaseException | None = error

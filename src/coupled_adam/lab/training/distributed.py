@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
+from coupled_adam.errors import TrainingError, UsageError
 
 T = TypeVar("T")
 
@@ -53,9 +53,7 @@ def process_group(device: str) -> Iterator[None]:
         yield
         return
     if ":" in device:
-        raise on_all_ranks(
-            UsageError(f"--device {device} is for one process: each of several has its own GPU")
-        )
+        raise UsageError(f"--device {device} is for one process: each of several has its own GPU")
     # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -113,7 +111,7 @@ def on_every_rank(function: Callable[[], T]) -> list[T]:
         raise own
     for _, failure in outcomes:
         if failure is not None:
-            raise on_all_ranks(failure)
+            raise failure
     return [result for result, _ in outcomes]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from coupled_adam.errors import DivergedError, on_all_ranks
+from coupled_adam.errors import DivergedError
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -99,12 +99,10 @@ class LanguageModel(pl.LightningModule):
 
     def diverged(self, problem: str, step: int) -> DivergedError:
         """The error with which a run ends that has left the numbers that can be computed with."""
-        return on_all_ranks(
-            DivergedError(
-                f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. "
-                "A lower training.lr or a longer training.warmup may help",
-                step,
-            )
+        return DivergedError(
+            f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. A lower "
+            "training.lr or a longer training.warmup may help",
+            step,
         )
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, UsageError, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.models import build_model
@@ -76,11 +76,9 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
-        raise on_all_ranks(
-            UsageError(
-                f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: "
-                "start a number that divides it"
-            )
+        raise UsageError(
+            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: start "
+            "a number that divides it"
         )
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":

@@ -63,12 +63,6 @@ class Laboratory:
         assert returned == code, stderr
         return stderr
 
-    def command_line(self, *arguments, fault, code=0):
-        """Any command, with a fault that tests/faulty.py builds in."""
-        process = Process([sys.executable, str(FAULTY), *fault.split(), *arguments])
-        _, stderr = process.communicate()
-        assert process.returncode == code, stderr
-
     def stop(self, out, *more, step, number, code, **options):
         """Send a signal to all its processes once this run has logged that step."""
         metrics = self.folder / out / "metrics.jsonl"

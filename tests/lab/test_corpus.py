@@ -1,12 +1,9 @@
 """From text to token files: nothing lost, nothing in two splits, never half a corpus."""
 
 import json
-import lzma
-import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
@@ -112,18 +109,6 @@ def test_packing_is_a_round_trip(recipe, tmp_path_factory):
     check()
 
 
-def test_splits_do_not_depend_on_the_rest_of_the_text(recipe, text_file, tmp_path):
-    """A passage stays in its split when the text grows: what was held out stays held out."""
-    one = prepare_corpus(recipe, tmp_path / "cache")
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("Some more text.\n" * 3000)
-    text_file.rename(folder / "b.txt")
-    two = prepare_corpus(with_text(recipe, folder), tmp_path / "cache")
-    assert set(decoded(one, "test")) <= set(decoded(two, "test"))
-    assert not set(decoded(two, "test")) & set(decoded(two, "train"))
-
-
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
     """A data set's own held-out splits; reading stops where there is enough."""
     monkeypatch.setattr("coupled_adam.lab.data.tokenization._BATCH", 1000)
@@ -182,7 +167,6 @@ def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):
 
 PREPARE = """
 import os, resource, signal, sys, time
-from pathlib import Path
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data import corpus
 from coupled_adam.lab.recipe import load_recipe, override
@@ -256,15 +240,6 @@ def test_full_disk(process, recipe, tmp_path, room):
     prepare_corpus(recipe, tmp_path / "cache")
 
 
-def test_default_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
-    monkeypatch.delenv("COUPLED_ADAM_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "coupled-adam" in default_cache().parts
-    assert default_cache().is_absolute()
-
-
 def test_short_text(recipe, tmp_path):
     """Found at every call, since the cache does not know the recipe's batches."""
     (tmp_path / "short.txt").write_text("Too short.\n\n" * 5)
@@ -328,32 +303,14 @@ def test_a_slow_tokenizer(recipe, text_file, tmp_path):
     assert bytes((ids[1 : np.flatnonzero(ids[1:] == 1)[:1].sum() or 300] - 3).tolist()).isascii()
 
 
-def broken_tokenizer(folder):
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (word_tokenizer, "has neither eos_token nor bos_token"),
-        (broken_tokenizer, "has no tokenizer that can be read"),
-        (Path.mkdir, "has no tokenizer that can be read"),
-    ],
-    ids=["no end", "broken", "empty"],
-)
-def test_unusable_tokenizers(make, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = tmp_path / "tokenizer"
-    make(folder)
-    with pytest.raises(UsageError, match=message) as caught:
+def test_unusable_tokenizers(tmp_path):
+    folder = word_tokenizer(tmp_path / "words")
+    with pytest.raises(UsageError, match=rf"^data.tokenizer={folder} has neither eos_token nor"):
         corpus_tokenizer(str(folder), 300)
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
-    folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match=rf"^data.tokenizer={folder} has no tokenizer that can"):
+        corpus_tokenizer(str(folder), 300)
+    folder = word_tokenizer(tmp_path / "more", eos_token="<end>")
     corpus_tokenizer(str(folder), 103)
     with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):
         corpus_tokenizer(str(folder), 102)
@@ -389,27 +346,3 @@ def test_existing_token_files(recipe, tmp_path):
     changed = prepare_corpus(recipe, tmp_path / "cache")
     assert changed.facts["fingerprint"] != corpus.facts["fingerprint"]
     assert changed.facts["fingerprint"] != named.facts["fingerprint"] == corpus.facts["fingerprint"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the real data")
-def test_real_text_and_tokenizer(recipe, tmp_path):
-    """366 articles and books in GPT-2's tokens, the vocabulary padded to 50304."""
-    folder = Path(os.environ["COUPLED_ADAM_DATA"])
-    text = folder / "english" / "valid.txt.xz"
-    values = {
-        "data.text": str(text),
-        "data.separator": "\n\n",
-        "data.tokenizer": str(folder / "gpt2-tokenizer"),
-        "model.vocab_size": 50304,
-    }
-    corpus = prepare_corpus(override(recipe, values), tmp_path)
-    assert sum(corpus.facts["documents"].values()) == 366
-    with lzma.open(text, "rt") as stream:
-        documents = [part.strip() for part in stream.read().split("\n\n") if part.strip()]
-    expected = [text for text in documents if held_out_split(text, 0.1) == "train"]
-    assert decoded(corpus, "train") == expected
-    counts = corpus.unigram_counts()
-    assert counts.shape == (50304,)
-    assert counts[50257:].sum() == 0
-    assert counts[50256] == len(expected)

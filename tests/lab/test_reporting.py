@@ -27,7 +27,6 @@ from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results
 from coupled_adam.lab.run import Run
-from lab.browser import needs_browser, told_by
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
 
@@ -194,21 +193,13 @@ def test_the_best_arm_with_each_optimizer(recipe):
     )
 
 
-def test_the_table_fits_the_terminal(comparison):
-    """Names take several lines if they must; every number is there, and the conclusion follows."""
+def test_a_report_shows_itself(comparison):
+    """In a terminal and in a notebook, with the conclusion and, in a notebook, the overview."""
     made = report([comparison], comparison / "report")
-    wide = printed(made)
-    width = wide.count("─") - 1
-    narrow = printed(made, width)
-    assert max(map(len, narrow.splitlines())) <= width
-    assert "Coupled Adam  " in wide
-    assert "Coupled Adam  " not in narrow
-    numbers = re.findall(r"-?\d[\d.]* \(\d\)", wide)
-    assert len(numbers) > 10
-    assert all(number in narrow for number in numbers)
-    assert "The test loss of Coupled Adam is lower than that of AdamW by 0.500" in wide
+    said = "The test loss of Coupled Adam is lower than that of AdamW by 0.500"
+    assert said in printed(made)
     shown = made._repr_html_()
-    assert "The test loss of Coupled Adam is lower" in shown
+    assert said in shown
     assert "<b>2.6 (1)</b><small>p = 0.0018</small>" in shown
     assert 'src="data:image/png;base64,' in shown
 
@@ -498,30 +489,6 @@ def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     assert page.tags.count("img") >= 5
     # Nothing is loaded from elsewhere; the links lead to the runs.
     assert {s for s in page.sources if not s.startswith("data:")} == {"../small-adamw-seed-1"}
-
-
-@pytest.mark.pixels
-@pytest.mark.slow
-@needs_browser
-def test_page_in_a_browser(comparison, tmp_path):
-    """Every picture decodes and the table is laid out, from a file and without a network."""
-    report([comparison], comparison / "report")
-    page = comparison / "report" / "index.html"
-    probe = """({
-        images: document.images.length,
-        broken: [...document.images].filter(i => !i.naturalWidth).length,
-        cells: document.querySelectorAll("#results td").length,
-        heads: document.querySelectorAll("#results th").length,
-        links: document.querySelectorAll("#arms a").length,
-        wide: document.documentElement.scrollWidth <= innerWidth,
-        requests: performance.getEntriesByType("resource").filter(
-          e => !e.name.startsWith("data:")).length,
-      })"""
-    images = page.read_text().count("<img ")
-    expected = {"images": images, "broken": 0, "links": 6, "wide": True, "requests": 0}
-    for told in told_by(page, probe, tmp_path / "profile"):
-        assert told["cells"] == 2 * told["heads"] > 20  # a row for each arm
-        assert told == {**told, **expected}
 
 
 def test_fit():

@@ -1,8 +1,6 @@
 """Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
 import json
-import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -94,15 +92,10 @@ def test_held_out_shares_are_all_blocks_once(recipe, world_size):
     [
         ({"training.schedule": "cosine", "training.warmup": 10}, {0: 0, 5: 0.5, 10: 1, 100: 0.1}),
         ({"training.schedule": "cosine", "training.warmup": 0.1}, {5: 0.5, 10: 1, 55: 0.55}),
-        ({"training.schedule": "cosine", "training.warmup": 0}, {0: 1, 50: 0.55, 100: 0.1}),
         ({"training.schedule": "constant", "training.warmup": 10}, {5: 0.5, 10: 1, 99: 1}),
         (
             {"training.schedule": "wsd", "training.warmup": 10, "training.decay": 0.2},
             {0: 0, 5: 0.5, 10: 1, 80: 1, 90: 0.55, 100: 0.1},
-        ),
-        (
-            {"training.schedule": "wsd", "training.warmup": 0, "training.decay": 1.0},
-            {0: 1, 50: 0.55, 100: 0.1},
         ),
         (
             {"training.schedule": "wsd", "training.warmup": 10, "training.decay": 0.001},
@@ -208,19 +201,6 @@ def test_torchrun(lab):
     result = subprocess.run([interpreter, *launcher, *train], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     close(lab.reference("--arm", "coupled_adam", *EXACT)[0], lab.weights("two"), 1e-10)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-def test_memory_is_kept_from_step_to_step(lab):
-    """Logits of 40 MB are 10,000 pages; to get them anew at least twice in each step would show."""
-    size = ["--model.vocab_size=10000", "--training.batch_size=16", "--training.sequence_length=64"]
-    options = ["--arm", "adamw", *size, "--training.evaluate_every=30"]
-    faults = []
-    for steps in (10, 30):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        lab.run(f"{steps}", *options, "--steps", steps)
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    assert faults[1] - faults[0] < 20 * 10_000
 
 
 def test_sharded_run_is_killed_and_resumed(lab):
@@ -400,10 +380,6 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path, monkey
     assert len(calls) == 7
 
 
-def first_loss(metrics):
-    return next(line["train_loss"] for line in metrics if "train_loss" in line)
-
-
 @pytest.fixture
 def variants(tmp_path, monkeypatch):
     """A module with a variant, in a folder; it leaves a file there when it is imported."""
@@ -423,25 +399,21 @@ def variants(tmp_path, monkeypatch):
 
 def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path, monkeypatch):
     """It is trained and evaluated with its own loss, and only if the user names it."""
-    imported = variants / "imported"
     own = tmp_path / "own.yaml"
     own.write_text(f"extends: {small_recipe}\nvariant: doubled:LOSS\n")
     arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
-    lab.run("plain", *arguments, "--training.max_grad_norm=.inf")
-    plain = first_loss(lab.metrics("plain"))
-    lab.run("run", *arguments, "--recipe", own, "--training.max_grad_norm=.inf")
-    assert first_loss(lab.metrics("run")) == pytest.approx(2 * plain, rel=1e-2)
+    lab.run("run", *arguments, "--recipe", own)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["recipe"]["variant"] == "doubled:LOSS"
-    test_loss = json.loads((tmp_path / "run" / "evaluation.json").read_text())["test_loss"]
     # The standard loss of the same model is half of it.
+    test_loss = json.loads((tmp_path / "run" / "evaluation.json").read_text())["test_loss"]
     tokens = prepare_corpus(load_recipe(str(tmp_path / "run" / "config.yaml")), default_cache())
     model = load_model(tmp_path / "run" / "model", "cpu")
     loss = held_out_loss(model, tokens.tokens("test"), 16, None)["test_loss"]
     assert test_loss == pytest.approx(2 * loss)
 
     # From here on the folder is another person's.
-    imported.unlink()
+    (variants / "imported").unlink()
     monkeypatch.delitem(sys.modules, "doubled")
     resume = ["train", *map(str, arguments), "--resume", "--out", str(tmp_path / "run")]
     for command in (
@@ -450,10 +422,10 @@ def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path,
         ["evaluate", str(tmp_path / "run")],
     ):
         assert cli.main(command) == 2
-        assert not imported.exists()
+        assert not (variants / "imported").exists()
     again = ["evaluate", str(tmp_path / "run"), "--batches", "1", "--variant", "doubled:LOSS"]
     assert cli.main(again) == 0
-    assert imported.exists()
+    assert (variants / "imported").exists()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from coupled_adam.embeddings import unigram_counts
 from coupled_adam.errors import UsageError, refused
 from coupled_adam.fields import require
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data.source import Documents, TokenFiles, content_hash, open_source
+from coupled_adam.lab.data.source import Source, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
     corpus_tokenizer,
@@ -142,24 +142,22 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         )
     # Token files stay where they are, which may be elsewhere than when the corpus was made.
     files = {s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS}
-    return Corpus(folder, facts, source.files if isinstance(source, TokenFiles) else files)
+    return Corpus(folder, facts, source.files or files)
 
 
 def _make(
-    source: Documents | TokenFiles,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase | None,
     data: Data,
     vocab_size: int,
     folder: Path,
 ) -> None:
     with new_folder(folder) as temporary:
-        documents: dict[str, int] | dict[str, None]
+        files, documents = source.files, dict[str, int | None].fromkeys(SPLITS)
         # Documents become files of ids in this folder; token files are read where they are.
-        if isinstance(source, Documents):
+        if files is None:
             tokenizer = tokenizer or train_tokenizer(source, data, vocab_size)
             files, documents = write_tokens(source, data, tokenizer, vocab_size, temporary)
-        else:
-            files, documents = source.files, dict.fromkeys(SPLITS)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / "tokenizer")
         np.save(temporary / COUNTS, _count(files, temporary, vocab_size))

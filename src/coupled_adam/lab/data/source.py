@@ -25,36 +25,24 @@ from coupled_adam.text.token_files import TokenFile, token_file
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents:
-    """The documents of a source. None of them is blank, and every pass yields the same documents.
+class Source:
+    """Documents, or token files, which are used where they are.
 
     name: the name of the source in messages.
-    fingerprint: a string that changes when the documents change.
-    readers: for each split, a function that iterates over its documents, and raises UsageError if
-        one cannot be read or there are none. A held-out split without a reader is taken from the
-        training documents.
+    fingerprint: a string that changes when the documents or tokens change.
+    readers: for each split, a function that iterates over its documents, the same ones each time,
+        of which none is blank, and raises UsageError if one cannot be read or there are none. A
+        held-out split without a reader is taken from the training documents.
+    files: the ranges of token ids in files, for each split; None for documents.
     """
 
     name: str
     fingerprint: str
-    readers: Mapping[str, Callable[[], Iterator[str]]]
+    readers: Mapping[str, Callable[[], Iterator[str]]] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[TokenFile]] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenFiles:
-    """Token files, which are used where they are.
-
-    name: the name of the source in messages.
-    fingerprint: a hash of the files and of the ranges.
-    files: the ranges of token ids in files, for each split.
-    """
-
-    name: str
-    fingerprint: str
-    files: dict[str, list[TokenFile]]
-
-
-def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
+def open_source(data: Data, vocab_size: int) -> Source:
     """Open ``data.tokens``, ``data.hub`` or ``data.text`` or, by default, Python's documentation.
 
     Raises:
@@ -66,7 +54,7 @@ def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
             used = {Path(file.path): None for parts in files.values() for file in parts}
             ranges = {split: [dataclasses.astuple(f)[1:] for f in files[split]] for split in files}
             fingerprint = content_hash([content_digest(used), ranges])
-        return TokenFiles(f"data.tokens={data.tokens}", fingerprint, files)
+        return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
     readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:
         name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
@@ -87,7 +75,7 @@ def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
         # It is small, and slow to parse.
         passages = functools.cache(lambda: [*filter(str.strip, python_documentation())])
         readers = {"train": lambda: iter(passages())}
-    return Documents(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
+    return Source(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
 
 
 def content_digest(files: Iterable[Path]) -> str:

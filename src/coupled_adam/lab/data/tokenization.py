@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError, refused
 from coupled_adam.fields import require
-from coupled_adam.lab.data.source import Documents, content_digest
+from coupled_adam.lab.data.source import Source, content_digest
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import batched
 from coupled_adam.text.token_files import TokenFile
@@ -49,7 +49,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def train_tokenizer(documents: Source, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE on the training documents only."""
 
     def texts() -> Iterator[str]:
@@ -86,7 +86,7 @@ def held_out_split(document: str, share: float) -> str:
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
-def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[str, str]]:
+def _assigned(documents: Source, reader: str, data: Data) -> Iterator[tuple[str, str]]:
     """Yield the pairs (split, document) of a reader's documents."""
     for document in documents.readers[reader]():
         split = held_out_split(document, data.held_out) if reader == "train" else reader
@@ -94,12 +94,12 @@ def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[s
 
 
 def write_tokens(
-    documents: Documents,
+    documents: Source,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     folder: Path,
-) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
+) -> tuple[dict[str, list[TokenFile]], dict[str, int | None]]:
     """Write the token ids of each split, with an end-of-text token before each document.
 
     Returns:
@@ -126,7 +126,7 @@ def write_tokens(
                     bar.update(len(ids))
                 if tokens[reader] >= limits[reader]:
                     break
-    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
+    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, {**counts}
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:

@@ -20,10 +20,9 @@ _LOSS, _ACCURACY = "test loss in nats per token", "mean accuracy of the downstre
 TEST_LOSS = Measure(
     "test_loss", "test loss", "L", 3, "lower", None, _LOSS, column=True, path=("test_loss",)
 )
+_PATH = ("lm_eval", "accuracy")
 ACCURACY = Measure(
-    *("accuracy", "accuracy", "Acc", 3, "higher", None, _ACCURACY),
-    column=True,
-    path=("lm_eval", "accuracy"),
+    "accuracy", "accuracy", "Acc", 3, "higher", None, _ACCURACY, column=True, path=_PATH
 )
 
 _OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]

@@ -72,13 +72,13 @@ def test_text_and_sets(gpt2, sets, text_file, capsys, monkeypatch):
     with monkeypatch.context() as small:
         small.setattr(tokenizers, "_BATCH", 1000)
         small.setattr(analysis, "unigram_counts", recorded)
-        found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets, "--top", 3)
+        found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets)
     assert len(lengths) > 5
     assert max(lengths) < sum(lengths) / 3
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
     counts = unigram_counts(text_tokens(text_file, tokenizer), len(weight))
-    report = analyze(weight, counts, directions=3)
+    report = analyze(weight, counts)
     assert found["norm_frequency_correlation"] == report.norm_frequency_correlation
     assert found["unseen_tokens"] == (counts == 0).sum() >= 48
     assert found["all_but_the_top"]["isotropy"] == report.all_but_the_top.isotropy
@@ -307,7 +307,6 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
         (tmp_path / "one.npy", "--tensor", "x"): "one.npy has no matrix 'x'",
         (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
-        (gpt2, "--top", 17): "--top 17: the embeddings of",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "zero.npy",): "zero.npy: every row of embeddings is zero",
         (gpt2, "--exclude", "some"): "'padding' or 'unseen'",

@@ -26,7 +26,7 @@ from coupled_adam.cli.options import (
 from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_table, working
 from coupled_adam.errors import UsageError, printable
-from coupled_adam.fields import Count, WholeNumber
+from coupled_adam.fields import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,12 +49,10 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     token_dtype: the type of the ids in them (default: found out).
     exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
         (with a count of zero).
-    top: how many top principal directions to remove (default: H / 100, rounded up).
     all: show all measures, also with the mean removed, and without the top directions.
     undertrained: name the tokens that were hardly trained.
     verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
-    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most
-        frequent ones).
+    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42').
     duplicates: name the rows that are nearly equal to another one.
     compare: show what changed from the first MODEL to the second.
     show: how many tokens a table in the terminal names; --json has all.
@@ -70,7 +68,6 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     tokens: list[Path] | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
     exclude: Words[Literal["padding", "unseen"]] | None = None
-    top: WholeNumber | None = None
     all: bool = False
     undertrained: bool = False
     verify: bool = False
@@ -104,7 +101,6 @@ def run(options: Options) -> None:
             inputs,
             sets=sets,
             exclude=options.exclude or [],
-            directions=options.top,
             tokens=options.neighbours or (),
             device=device,
             status=working,
@@ -174,7 +170,7 @@ def _answers(options: Options, analyses: Sequence[Analysis]) -> list[Answer]:
 
     answers = []
     for entry in analyses:
-        if options.neighbours is not None:
+        if options.neighbours:
             with working(f"neighbours, {entry.label}"):
                 answers.append(find_neighbours(entry, options.neighbours))
         if options.duplicates:
@@ -232,6 +228,8 @@ def _check(options: Options) -> None:
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
     options.check_revision(options.models)
+    if options.neighbours == []:
+        raise UsageError("--neighbours needs tokens, such as ' king' or '#42'")
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:

@@ -138,7 +138,6 @@ def analyze_model(
     *,
     sets: similarity.Sets | None = None,
     exclude: Collection[Excluded] = (),
-    directions: int | None = None,
     tokens: Sequence[str] = (),
     device: str = "cpu",
     status: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -160,11 +159,6 @@ def analyze_model(
     needed = (sets or "padding" in exclude) and any(m.words is None for m in matrices)
     needed = needed or inputs.text is not None
     tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, bool(needed))
-    width = min(entry.matrix.shape[1] for entry in matrices)
-    if (directions or 0) > width:
-        raise UsageError(
-            f"--top {directions}: the embeddings of {model} have only {width} directions"
-        )
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
         vocabulary = _vocabulary(min(matrices, key=lambda m: len(m.matrix)), tokenizer)
@@ -191,7 +185,6 @@ def analyze_model(
                     sets=sets,
                     token_ids=token_ids,
                     keep=keep,
-                    directions=directions,
                 )
         padding = None if is_token is None else int((~is_token).sum())
         dead = np.flatnonzero(~alive).tolist()

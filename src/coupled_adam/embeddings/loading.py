@@ -235,10 +235,6 @@ def _open_hub(name: str, revision: str | None) -> Weights:
             return _join(name, index, lambda file: open_hub_file(name, file, revision), config)
         weights = open_hub_file(name, "model.safetensors", revision)
         return dataclasses.replace(weights, source=name, config=config)
-    except RemoteEntryNotFoundError:
-        raise ValueError(
-            f"{name} has no model.safetensors on the hub: download the model and pass its folder"
-        ) from None
     except ValueError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many types

@@ -40,7 +40,6 @@ from transformers import (
 from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
 from coupled_adam.embeddings.repair import repair_model
-from coupled_adam.embeddings.vocabulary import Vocabulary
 
 V, H = 60, 8
 GPT = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": V}
@@ -120,8 +119,8 @@ def test_repair_of_many_families(name, tmp_path):
         for matrix in expected(model).values():
             matrix[7] = 0
     model.save_pretrained(tmp_path / "model")
-    reports = repair_model(tmp_path / "model", tmp_path / "out", Vocabulary.of_ids)
-    assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
+    reports = repair_model(tmp_path / "model", tmp_path / "out")
+    assert [[*report.rows] for report in reports] == [[7]] * len(expected(model))
     again = type(model).from_pretrained(tmp_path / "out", dtype="auto")
     repaired = {matrix.data_ptr() for matrix in expected(again).values()}
     for old, new in zip(model.parameters(), again.parameters(), strict=True):
@@ -440,7 +439,7 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
         (hub.folder / name).parent.mkdir(exist_ok=True)
         (hub.folder / name).write_text("{}")
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "one")]) == 0
-    assert "rows changed: 1 nearly zero" in capsys.readouterr().out
+    assert "tied matrix: 1 rows replaced: #3 nearly zero" in capsys.readouterr().out
     assert not hub.sent.keys() & {"pytorch_model.bin"}
     written = {path.name for path in (tmp_path / "one").iterdir()}
     assert {"config.json", "model.safetensors", "chat_template.jinja"} <= written

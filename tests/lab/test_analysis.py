@@ -281,7 +281,7 @@ def test_a_text_is_named_as_it_was_given(command, name, reason, gpt2, tmp_path, 
     (tmp_path / "empty.txt").write_text("")
     options = ["--text", str(tmp_path / name)]
     if command == "repair":
-        options += ["--undertrained", "--out", str(tmp_path / "repaired")]
+        options += ["--out", str(tmp_path / "repaired")]
     assert main([command, str(gpt2), *options]) == 2
     assert f"error: --text {tmp_path / name}: {reason}" in capsys.readouterr().err
     assert not (tmp_path / "repaired").exists()

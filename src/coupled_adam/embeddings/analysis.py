@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Mask, alive_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
@@ -94,7 +95,7 @@ class Analysis:
             if can_recenter(entry.config, entry.role):
                 recenter = f"{command} --recenter {out}"
         names = [self.vocabulary.name(row) for row in self.dead]
-        return self.report.sentences(names, repair, recenter)
+        return diagnose(self.report, names, repair, recenter)
 
     @property
     def matrix(self) -> dict[str, str]:

@@ -31,13 +31,9 @@ def check_installed(explore: bool, export: Path | None) -> None:
     """Raise UsageError unless the packages for a map, or for an export, are there."""
     if export is not None and export.suffix != ".parquet":
         raise UsageError(f"--export {export} must end in .parquet")
-    for is_needed, option, package in (
-        (export is not None, "--export", "pyarrow"),
-        (explore, "--explore", "plotly"),
-        (True, "--explore or --export", "pandas"),
-    ):
-        if is_needed and importlib.util.find_spec(package) is None:
-            raise UsageError(f"{option} needs a package: pip install {package}")
+    for package in ["pandas", *["plotly"] * explore, *["pyarrow"] * (export is not None)]:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"--explore and --export need a package: pip install {package}")
 
 
 def token_frame(

@@ -62,16 +62,7 @@ class EmbeddingReport(Measures):
     @property
     def diagnosis(self) -> str:
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
-        return " ".join(self.sentences())
-
-    def sentences(
-        self, dead: Sequence[str] = (), repair: str = "", recenter: str = ""
-    ) -> list[str]:
-        """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
-        rows = self.vocab_size - self.excluded_rows
-        seen = max(rows - (self.unseen_tokens or 0), 0)
-        size = rows, self.hidden_size
-        return diagnose(self, self.centered, size, seen, dead, repair, recenter)
+        return " ".join(diagnose(self))
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""
@@ -197,7 +188,12 @@ def _resolve(
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
-    measured = None if keep is None else geometry.as_mask("keep", keep, rows)
+    measured = None if keep is None else np.asarray(keep)
+    if measured is not None and (measured.shape != (rows,) or measured.dtype != np.bool_):
+        raise ValueError(
+            f"keep must hold a boolean for each of the {rows} embeddings, but has the shape "
+            f"{list(measured.shape)} and the dtype {measured.dtype}"
+        )
     if measured is not None and not measured.any():
         raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)

@@ -483,8 +483,8 @@ def test_modules():
     assert measures.analyze(model) == measures.analyze(model.lm_head.weight)
     assert measures.analyze(model.transformer) == measures.analyze(model.transformer.wte.weight)
     for module, message in (
-        (nn.ModuleList([layer, nn.Embedding(5, 4)]), "it has several: 0, 1. Pass the matrix"),
-        (nn.ReLU(), "which matrix of ReLU is meant is not clear, as it has none"),
+        (nn.ModuleList([layer, nn.Embedding(5, 4)]), "not clear: pass the matrix itself"),
+        (nn.ReLU(), "which matrix of ReLU is meant is not clear"),
     ):
         with pytest.raises(ValueError, match=message):
             measures.analyze(module)

@@ -217,7 +217,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     text = page.read_text()
     assert "<b>" not in text
     assert "&lt;b&gt;odd, tied" in text
-    assert text.count('src="data:image/png;base64,') == 5  # one has counts
+    assert text.count('src="data:image/png;base64,') == 4  # one has counts
     code, shown, _ = run(capsys, tmp_path / "plain.safetensors")
     assert code == 0
     assert "30 x 4" in shown
@@ -246,7 +246,7 @@ def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
         performance.getEntriesByType("resource").filter(e => !e.name.startsWith("data:")).length,
       ]"""
     for told in told_by(page, probe, tmp_path / "profile"):
-        assert told == [5, 0, True, True, 0]
+        assert told == [4, 0, True, True, 0]
 
 
 def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_path, capsys):
@@ -381,33 +381,3 @@ def test_names_with_control_characters(tmp_path, capsys):
     said = [text for _, *texts in shown for text in texts]
     assert not any(character in text for text in said for character in "\x1b\r")
     assert any("coupled-adam repair" in text for text in said)
-
-
-def test_vectors_with_their_words(tmp_path, capsys):
-    """They need no tokenizer: for neighbours, and for word similarity."""
-    words = [f"w{i}" for i in range(40)]
-    matrix = np.random.default_rng(0).normal(size=(40, 5))
-    lines = [f"{word} {' '.join(map(str, row))}\n" for word, row in zip(words, matrix)]
-    (tmp_path / "glove.txt").write_text("".join(lines))
-    pairs = [f"w{i},w{i + 1},{i % 7}\n" for i in range(0, 38, 2)]
-    (tmp_path / "pairs.csv").write_text("".join(pairs))
-    options = ("--word-similarity", tmp_path / "pairs.csv", "--neighbours", "w3")
-    found = as_json(capsys, tmp_path / "glove.txt", *options)
-    units = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
-    cosines = [units[i] @ units[i + 1] for i in range(0, 38, 2)]
-    ratings = [i % 7 for i in range(0, 38, 2)]
-    score = found["word_similarity"]["sets"]["pairs"]
-    assert score["pairs"] == 19
-    assert score["r"] == pytest.approx(100 * np.corrcoef(cosines, ratings)[0, 1], rel=1e-4)
-    near = found["neighbours"][0]["raw"][0]
-    order = np.argsort(-np.where(np.arange(40) == 3, -2, units @ units[3]))
-    assert near["token"] == repr(f"w{order[0]}")
-    assert found["diagnosis"][-1].endswith(
-        "without their counts: add --text, --tokens or --counts."
-    )
-    shown = run(capsys, tmp_path / "glove.txt", *options)[1]
-    assert "by ranks" not in shown
-    assert (
-        "word similarity, pairs, by ranks"
-        in run(capsys, tmp_path / "glove.txt", *options, "--all")[1]
-    )

@@ -126,7 +126,6 @@ def test_rows_that_are_dead(gpt2, capsys):
     said = found["diagnosis"][0]
     assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
     assert f"coupled-adam repair {gpt2} --out NEW gives them healthy values" in said
-    assert found["undertrained"]["dead_rows"] == [7, 9]
 
 
 def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, capsys):

@@ -41,7 +41,7 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
-        file: .safetensors, .npy, or vectors of word2vec, GloVe or fastText as text.
+        .safetensors or .npy file.
     tensor: the name of the embeddings in the file.
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.
@@ -130,12 +130,15 @@ def run(options: Options) -> None:
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            for entry in undertrained if options.undertrained else analyses:
-                sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
-                console().print(Text(printable(sentences), "bold"))
+            diagnoses = [entry.diagnosis for entry in analyses]
+            if options.undertrained:
+                diagnoses = [entry.diagnosis for entry in undertrained]
+            for entry, sentences in zip(analyses, diagnoses):
+                said = printable(f"{entry.label}: {' '.join(sentences)}")
+                console().print(Text(said, "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
             changed = [comparison.table(options.show) for comparison in comparisons]
-            for table in (*(answer.table for answer in answers), *changed):
+            for table in (*(entry.table for entry in answers), *changed):
                 print_table(table)
 
 

@@ -70,10 +70,6 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     spectra = [np.array(analysis.report.singular_values) for analysis in analyses]
     plots: dict[str, tuple[Any, Sequence[Any]]] = {
         "Singular values relative to the largest.": (pictures.plot_spectrum, spectra),
-        "Cosine similarities of pairs of rows drawn at random.": (
-            pictures.plot_similarities,
-            matrices,
-        ),
         "Norms of the embeddings.": (pictures.plot_norm_histogram, norms),
     }
     counts = [None if a.counts is None else _measured(a.counts, a) for a in analyses]

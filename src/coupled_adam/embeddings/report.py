@@ -339,11 +339,10 @@ def _matrix_of(module: nn.Module) -> Tensor:
     for weight in (*model_embeddings(module).values(), getattr(module, "weight", None)):
         if isinstance(weight, Tensor):
             return weight.detach()
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     if len(layers) == 1:
-        return next(iter(layers.values())).weight.detach()
-    has = f"has several: {', '.join(layers)}" if layers else "has none"
+        return layers[0].weight.detach()
     raise ValueError(
-        f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
-        "Pass the matrix itself, such as model.embed_tokens.weight"
+        f"embeddings: which matrix of {type(module).__name__} is meant is not clear: pass the "
+        "matrix itself, such as model.embed_tokens.weight"
     )

@@ -79,12 +79,6 @@ class Vocabulary:
         return {self.texts[row]: row for row in order}
 
     @classmethod
-    def of_words(cls, words: Sequence[str]) -> Vocabulary:
-        """The vocabulary of a file that says what its rows stand for."""
-        kinds = np.array(["ok" if word else "none" for word in words])
-        return cls(words, kinds, kinds == "none")
-
-    @classmethod
     def of_ids(cls, rows: int) -> Vocabulary:
         """The vocabulary of a model without a tokenizer: all rows count as reachable tokens."""
         return cls([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))

@@ -213,7 +213,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "mean and the top principal direction removed" in " ".join(shown.split())
+    assert "without mean and top principal directions" in " ".join(shown.split())
     text = page.read_text()
     assert "<b>" not in text
     assert "&lt;b&gt;odd, tied" in text

@@ -23,14 +23,10 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
     notes: list[str] = []
     if all_measures:
-        # Matrices of different widths lose different numbers of directions.
-        tops = sorted({report.top_directions for report in reports})
-        removed = f"top {' or '.join(map(str, tops))} principal directions"
-        removed = "top principal direction" if tops == [1] else removed
         rows += _word_similarity_rows(reports)
         for title, variants in (
             ("with the mean removed", [report.centered for report in reports]),
-            (f"with the mean and the {removed} removed", [r.all_but_the_top for r in reports]),
+            ("without mean and top principal directions", [r.all_but_the_top for r in reports]),
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)

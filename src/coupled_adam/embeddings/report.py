@@ -5,7 +5,7 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, wo
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
-
-if TYPE_CHECKING:
-    import pandas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,34 +65,15 @@ class EmbeddingReport(Measures):
         """All measures of the three variants, and the healthy ranges of the first."""
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
-            value, *changed = (measure.of(variant) for variant in self._variants)
+            variants = self, self.centered, self.all_but_the_top
+            value, *changed = map(measure.of, variants)
             if value is not None:
                 cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
                 texts = map(measure.text, changed)
                 rows.append([measure.label, measure.symbol, cell, *texts, measure.wanted])
-        for label, number in (
-            ("tokens never seen, left out of correlations", self.unseen_tokens),
-            ("rows left out of all measures", self.excluded_rows or None),
-        ):
-            if number is not None:
-                rows.append([label, "", str(number), "", "", ""])
         columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "healthy"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
         return Table(columns, rows, title, left=(0, 1, 5))
-
-    def to_frame(self) -> "pandas.DataFrame":
-        """The measures by key, with a column for each variant; this alone needs pandas."""
-        import pandas
-
-        numbers = {
-            name: [measure.of(variant) for measure in MEASURES.values()]
-            for name, variant in zip(("as_is", "centered", "all_but_the_top"), self._variants)
-        }
-        return pandas.DataFrame(numbers, index=[*MEASURES], dtype=float)
-
-    @property
-    def _variants(self) -> tuple[Measures, Measures, Measures]:
-        return self, self.centered, self.all_but_the_top
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""

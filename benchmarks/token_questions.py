@@ -41,7 +41,6 @@ from coupled_adam.embeddings.monitor import Monitor
 from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.repair import repair_model
 from coupled_adam.embeddings.undertrained import undertrained
-from coupled_adam.embeddings.vocabulary import Vocabulary
 
 question, folder, unused = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
@@ -86,11 +85,9 @@ elif question == "compare":
     def ask():
         assert 0 < compare(first, second).cka < 1
 elif question == "repair":
-    kinds = np.where(is_unused, "none", "ok")
-    names = Vocabulary([str(i) for i in range(len(first))], kinds, is_unused)
     def ask():
-        (report,) = repair_model(folder / "first", folder / "out", lambda _: names)
-        assert [row.row for row in report.rows] == [3]
+        (report,) = repair_model(folder / "first", folder / "out")
+        assert [*report.rows] == [3]
 undertrained(torch.randn(9, 3), np.arange(9) > 5, np.arange(9) < 6)  # load what is loaded once
 analyze(torch.randn(9, 3))
 extra = 0.0

@@ -483,8 +483,8 @@ def test_modules():
     assert measures.analyze(model) == measures.analyze(model.lm_head.weight)
     assert measures.analyze(model.transformer) == measures.analyze(model.transformer.wte.weight)
     for module, message in (
-        (nn.ModuleList([layer, nn.Embedding(5, 4)]), "it has several: 0, 1. Pass the matrix"),
-        (nn.ReLU(), "which matrix of ReLU is meant is not clear, as it has none"),
+        (nn.ModuleList([layer, nn.Embedding(5, 4)]), "not clear: pass the matrix itself"),
+        (nn.ReLU(), "which matrix of ReLU is meant is not clear"),
     ):
         with pytest.raises(ValueError, match=message):
             measures.analyze(module)
@@ -512,11 +512,6 @@ def test_a_model_by_its_path(tmp_path):
     assert (report.excluded_rows, report.vocab_size) == (2, 62)
     expected = measures.analyze(matrix)
     assert report.isotropy == pytest.approx(expected.isotropy, rel=1e-12)
-    frame = report.to_frame()
-    assert [*frame.columns] == ["as_is", "centered", "all_but_the_top"]
-    assert frame.loc["isotropy", "as_is"] == report.isotropy
-    assert frame.loc["effective_rank", "centered"] == report.centered.effective_rank
-    assert np.isnan(frame.loc["norm_frequency_correlation", "as_is"])
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         measures.analyze(str(tmp_path / "missing.npy"))
 

@@ -83,7 +83,7 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     tensors["transformer.wte.weight"][350] *= -2
     save_file(tensors, later / "model.safetensors", {"format": "pt"})
     arguments = [gpt2, later, "--text", text_file, "--compare", "--undertrained"]
-    found = json.loads(run(capsys, *arguments, "--json", "--neighbours"))
+    found = json.loads(run(capsys, *arguments, "--json"))
     (changes,) = found["changes"]
     assert changes["matched"] == 448
     mover = changes["movers"][0]
@@ -92,9 +92,6 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     first, _ = found["models"]
     reachable = first["undertrained"]["categories"]["ok"]
     assert len(first["undertrained"]["tokens"]) == -(-reachable // 50)  # 2 %, rounded up
-    counts = [entry["count"] for entry in first["neighbours"]]
-    assert len(counts) == 10  # the most frequent
-    assert counts == sorted(counts, reverse=True)
     shown = run(capsys, *arguments, "--show", 1)
     for text in ("Under-trained tokens: gpt2, tied", "Tokens that moved most", "linear CKA", "350"):
         assert text in shown
@@ -129,7 +126,6 @@ def test_rows_that_are_dead(gpt2, capsys):
     said = found["diagnosis"][0]
     assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
     assert f"coupled-adam repair {gpt2} --out NEW gives them healthy values" in said
-    assert found["undertrained"]["dead_rows"] == [7, 9]
 
 
 def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, capsys):
@@ -138,8 +134,6 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
     assert found["undertrained"]["order_by"] == "norm"
     shown = run(capsys, tmp_path / "matrix.npy", "--neighbours", "#5")
     assert "#5 " in shown
-    assert main(["analyze", str(tmp_path / "matrix.npy"), "--neighbours"]) == 2
-    assert "there are no counts: name tokens" in capsys.readouterr().err
     arguments = ("--tokenizer", gpt2, "--undertrained")
     found = json.loads(run(capsys, tmp_path / "matrix.npy", *arguments, "--json"))
     assert sum(found["undertrained"]["categories"].values()) == 300
@@ -149,9 +143,9 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
     ("arguments", "message"),
     [
         ("gpt2 --compare", "--compare needs two models, not 1"),
-        ("gpt2 --neighbours 'no such token'", "'no such token' is not a single token"),
-        ("gpt2 --neighbours '#999'", "there is no token #999"),
-        (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
+        ("gpt2 --neighbours", "--neighbours needs tokens, such as"),
+        ("gpt2 --neighbours 'no such token'", "'no such token' is not a token of this model"),
+        ("gpt2 --neighbours '#999'", "'#999' is not a token of this model"),
         ("no-model --export m.csv", "--export m.csv must end in .parquet"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),
@@ -175,7 +169,7 @@ def test_a_page_without_plotly(gpt2, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["analyze", str(gpt2), "--explore", str(tmp_path / "page.html")]) == 2
-    assert "--explore needs a package: pip install plotly" in capsys.readouterr().err
+    assert "need a package: pip install pandas" in capsys.readouterr().err
 
 
 @pytest.fixture

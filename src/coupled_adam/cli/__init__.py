@@ -32,7 +32,7 @@ COMMANDS = {
     "evaluate": "evaluate a run, or any causal language model, or print texts that they write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
-    "repair": "write a copy of a model in which dead or under-trained embeddings are repaired",
+    "repair": "write a copy of a model in which dead embeddings are repaired",
     "recipes": "list the recipes, or print one with the meaning of each key",
 }
 

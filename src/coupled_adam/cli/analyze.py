@@ -15,15 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coupled_adam.cli.options import (
-    MeasuringOptions,
-    TokenizerOption,
-    check_outputs,
-    write_file,
-)
+from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
 from coupled_adam.cli.terminal import show, working
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import Count, WholeNumber
+from coupled_adam.fields import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,24 +29,23 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, MeasuringOptions):
+class Options(MeasuringOptions):
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
-        file: .safetensors, .npy, or vectors of word2vec, GloVe or fastText as text.
+        .safetensors or .npy file.
     tensor: the name of the embeddings in the file.
+    tokenizer: a tokenizer's folder, or its id on the hub (default: the model's own).
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.
     tokens: count these token files.
     token_dtype: the type of the ids in them (default: found out).
     exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
         (with a count of zero).
-    top: how many top principal directions to remove (default: H / 100, rounded up).
     all: show all measures, also with the mean removed, and without the top directions.
     undertrained: name the tokens that were hardly trained.
     verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
-    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most
-        frequent ones).
+    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42').
     duplicates: name the rows that are nearly equal to another one.
     compare: show what changed from the first MODEL to the second.
     show: how many tokens a table in the terminal names; --json has all.
@@ -62,12 +56,12 @@ class Options(TokenizerOption, MeasuringOptions):
 
     models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
     tensor: str | None = None
+    tokenizer: str | None = None
     counts: Path | None = None
     text: Path | None = None
     tokens: list[Path] | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
     exclude: list[Literal["padding", "unseen"]] | None = None
-    top: WholeNumber | None = None
     all: bool = False
     undertrained: bool = False
     verify: bool = False
@@ -99,7 +93,6 @@ def run(options: Options) -> None:
             inputs,
             sets=sets,
             exclude=options.exclude or [],
-            directions=options.top,
             tokens=options.neighbours or (),
             device=device,
             status=working,
@@ -129,8 +122,11 @@ def run(options: Options) -> None:
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            for entry in undertrained if options.undertrained else analyses:
-                show(f"{entry.label}: {' '.join(entry.diagnosis)}")
+            diagnosed = [entry.diagnosis for entry in analyses]
+            if options.undertrained:
+                diagnosed = [entry.diagnosis for entry in undertrained]
+            for entry, sentences in zip(analyses, diagnosed):
+                show(f"{entry.label}: {' '.join(sentences)}")
             show(analysis_tables.analyses_table(analyses, options.all))
             changed = [comparison.table(options.show) for comparison in comparisons]
             for table in (*(answer.table for answer in answers), *changed):
@@ -168,7 +164,7 @@ def _answers(options: Options, analyses: Sequence[Analysis]) -> list[Answer]:
 
     answers = []
     for entry in analyses:
-        if options.neighbours is not None:
+        if options.neighbours:
             with working(f"neighbours, {entry.label}"):
                 answers.append(find_neighbours(entry, options.neighbours))
         if options.duplicates:
@@ -224,6 +220,8 @@ def _check(options: Options) -> None:
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
+    if options.neighbours == []:
+        raise UsageError("--neighbours needs tokens, such as ' king' or '#42'")
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:

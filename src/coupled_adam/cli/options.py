@@ -32,7 +32,9 @@ def check_outputs(overwrite: bool = True, **outputs: Path | None) -> None:
         place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
         is_below_a_file = place.is_file() and not path.exists()
         if is_below_a_file or not os.access(place, os.W_OK):
-            raise UsageError(f"--{option} {path} cannot be written: {place} is no folder of yours")
+            raise UsageError(
+                f"--{option} {path} cannot be written: {place} is no folder to write to"
+            )
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -75,16 +77,6 @@ class ModelOptions(DeviceOption):
 
     revision: str | None = None
     json: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenizerOption:
-    """Which tokenizer.
-
-    tokenizer: a tokenizer's folder, or its id on the hub (default: the model's own).
-    """
-
-    tokenizer: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

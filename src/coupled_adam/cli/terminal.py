@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show(content: RenderableType) -> None:
-    """Print a table, a report or a text; what is wider than the terminal is not cut off.
+    """Print a table, a report or a text; numbers and paths wider than the terminal stay whole.
 
     Brackets in a text are not markup, and a terminal obeys none of its characters.
     """
@@ -26,9 +26,7 @@ def show(content: RenderableType) -> None:
 
     terminal = Console(quiet=other_rank() is not None)
     if isinstance(content, str):
-        lines = map(printable, content.split("\n"))
-        terminal.print(Text("\n".join(lines)), soft_wrap=True)
-        return
+        content = Text("\n".join(map(printable, content.split("\n"))))
     needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)
     terminal.print(content)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Mask, alive_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
@@ -42,9 +43,7 @@ class AnalysisInputs:
     tokenizer: str | None = None  # a folder, or an id on the hub; None for the model's own
     counts: Path | None = None  # a .npy file with unigram counts [V]
     text: Path | None = None  # a file or folder of text, whose tokens are counted
-    tokens: Sequence[Path] | None = (
-        None  # token files of nanoGPT and llm.c, whose tokens are counted
-    )
+    tokens: Sequence[Path] | None = None  # files of nanoGPT and llm.c, whose tokens are counted
     token_dtype: str | None = None  # of the ids in these files, as token_file takes it
 
 
@@ -65,7 +64,7 @@ class Analysis:
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """What the rows stand for; ids alone if nothing says so."""
-        return _vocabulary(self.embeddings, self.tokenizer)
+        return read_vocabulary(self.tokenizer, len(self.embeddings.matrix))
 
     @property
     def label(self) -> str:
@@ -94,7 +93,7 @@ class Analysis:
             if can_recenter(entry.config, entry.role):
                 recenter = f"{command} --recenter {out}"
         names = [self.vocabulary.name(row) for row in self.dead]
-        return self.report.sentences(names, repair, recenter)
+        return diagnose(self.report, names, repair, recenter)
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -138,7 +137,6 @@ def analyze_model(
     *,
     sets: similarity.Sets | None = None,
     exclude: Collection[Excluded] = (),
-    directions: int | None = None,
     tokens: Sequence[str] = (),
     device: str = "cpu",
     status: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -156,27 +154,16 @@ def analyze_model(
     """
     with refused("", (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
-    # A file that says what its rows stand for needs no tokenizer, but for counting a text.
-    needed = (sets or "padding" in exclude) and any(m.words is None for m in matrices)
-    needed = needed or inputs.text is not None
-    tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, bool(needed))
-    width = min(entry.matrix.shape[1] for entry in matrices)
-    if (directions or 0) > width:
-        raise UsageError(
-            f"--top {directions}: the embeddings of {model} have only {width} directions"
-        )
+    needed = sets is not None or "padding" in exclude or inputs.text is not None
+    tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, needed)
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
-        vocabulary = _vocabulary(min(matrices, key=lambda m: len(m.matrix)), tokenizer)
+        vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
         for token in tokens:
             vocabulary.row(token)
     analyses = []
     for entry in matrices:
-        token_ids = None
-        if tokenizer is not None:
-            token_ids = similarity.single_tokens(tokenizer)
-        elif entry.words is not None:
-            token_ids = _vocabulary(entry, None).rows.get
+        token_ids = None if tokenizer is None else similarity.single_tokens(tokenizer)
         with refused(f"{model}: "):
             is_token = None
             if tokenizer is not None:
@@ -191,7 +178,6 @@ def analyze_model(
                     sets=sets,
                     token_ids=token_ids,
                     keep=keep,
-                    directions=directions,
                 )
         padding = None if is_token is None else int((~is_token).sum())
         dead = np.flatnonzero(~alive).tolist()
@@ -216,12 +202,6 @@ def _measured(
     if not measured.any():
         raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
     return None if measured.all() else measured
-
-
-def _vocabulary(entry: EmbeddingMatrix, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
-    if tokenizer is None and entry.words is not None:
-        return Vocabulary.of_words(entry.words)
-    return read_vocabulary(tokenizer, len(entry.matrix))
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:

@@ -1,9 +1,8 @@
 """Reports on the embeddings of several models as a page of HTML with pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,15 +39,10 @@ def analyses_page(
 
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
-    """Pictures of the matrices, their spectra, angles and norms; with counts, also of frequency."""
+    """Pictures of the matrices, their spectra and norms; with counts, also of frequency."""
     number = len(analyses)
-    few = number <= 10
-    places = np.arange(number) if few else np.linspace(0, 1, number)
-    colors = map(
-        matplotlib.colors.to_hex, matplotlib.colormaps["tab10" if few else "turbo"](places)
-    )
     # matplotlib reads text between two $ as a formula.
-    styles = [(color, a.label.replace("$", r"\$")) for color, a in zip(colors, analyses)]
+    styles = [(f"C{i % 10}", a.label.replace("$", r"\$")) for i, a in enumerate(analyses)]
     matrices = [_measured(analysis.embeddings.matrix, analysis) for analysis in analyses]
     # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
     columns = min(3, number)
@@ -65,32 +59,31 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
         "The embeddings projected onto the direction of their mean (horizontal) and onto the "
         "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin."
     )
-    drawn = [Picture(clouds, caption)]
+
+    def each(plot: Any, data: Sequence[Any]) -> Callable[[Axes], None]:
+        """A function that draws what there is of each matrix."""
+
+        def draw(ax: Axes) -> None:
+            for entry, style in zip(data, styles):
+                if entry is not None:
+                    plot(ax, entry, *style)
+
+        return draw
+
     norms = [row_norms(matrix) for matrix in matrices]
     spectra = [np.array(analysis.report.singular_values) for analysis in analyses]
-    plots: dict[str, tuple[Any, Sequence[Any]]] = {
-        "Singular values relative to the largest.": (pictures.plot_spectrum, spectra),
-        "Cosine similarities of pairs of rows drawn at random.": (
-            pictures.plot_similarities,
-            matrices,
-        ),
-        "Norms of the embeddings.": (pictures.plot_norm_histogram, norms),
-    }
-    counts = [None if a.counts is None else _measured(a.counts, a) for a in analyses]
-    if any(entry is not None for entry in counts):
-
-        def plot_norms(ax: Axes, pair: tuple[Any, Any], *style: str) -> None:
-            if pair[1] is not None:
-                pictures.plot_norms(ax, *pair, *style)
-
-        plots["Norms against how often the tokens occur."] = plot_norms, list(zip(norms, counts))
-    for caption, (plot, data) in plots.items():
-
-        def draw(ax: Axes, plot: Any = plot, data: Sequence[Any] = data) -> None:
-            for entry, style in zip(data, styles):
-                plot(ax, entry, *style)
-
-        drawn.append(single(draw, caption))
+    drawn = [
+        Picture(clouds, caption),
+        single(each(pictures.plot_spectrum, spectra), "Singular values relative to the largest."),
+        single(each(pictures.plot_norm_histogram, norms), "Norms of the embeddings."),
+    ]
+    counted = [
+        None if a.counts is None else (rows, _measured(a.counts, a))
+        for a, rows in zip(analyses, norms)
+    ]
+    if any(counted):
+        plot = each(lambda ax, pair, *style: pictures.plot_norms(ax, *pair, *style), counted)
+        drawn.append(single(plot, "Norms against how often the tokens occur."))
     return drawn
 
 

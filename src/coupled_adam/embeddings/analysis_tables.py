@@ -11,7 +11,6 @@ from coupled_adam.rendering.tables import Cell, Table
 
 Row = list[str | Cell]
 """A label, a symbol, a value for each matrix, and the healthy range."""
-_SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
 
 
 def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
@@ -24,20 +23,16 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
     notes: list[str] = []
     if all_measures:
-        # Matrices of different widths lose different numbers of directions.
-        tops = sorted({report.top_directions for report in reports})
-        removed = f"top {' or '.join(map(str, tops))} principal directions"
-        removed = "top principal direction" if tops == [1] else removed
         rows += _word_similarity_rows(reports)
         for title, variants in (
             ("with the mean removed", [report.centered for report in reports]),
-            (f"with the mean and the {removed} removed", [r.all_but_the_top for r in reports]),
+            ("without mean and top principal directions", [r.all_but_the_top for r in reports]),
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
-        shown = " ".join(str(row[-1]) for row in rows if not isinstance(row, str))
-        numbered = ((f"[{number}]", source) for number, source in enumerate(_SOURCES, 1))
-        notes = ["Healthy ranges:", *(f"{tag} {s}." for tag, s in numbered if tag in shown)]
+        shown = {row[0] for row in rows}
+        ranges = [(m.label, m.healthy.source) for m in MEASURES.values() if m.healthy]
+        notes = ["Healthy:", *(f"{label}: {source}." for label, source in ranges if label in shown)]
     labels = [analysis.label for analysis in analyses]
     return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
 
@@ -60,13 +55,9 @@ def measure_rows(
         # Without its mean or top directions a matrix has zeros that mean nothing.
         if not shown or not any(value is not None if as_is else value for value in values):
             continue
-        healthy = measure.healthy if as_is else None
-        tag = "" if healthy is None else measure.wanted
-        if healthy is not None and all_measures:
-            tag += f" [{_SOURCES.index(healthy.source) + 1}]"
         outside = [as_is and not measure.is_healthy(value) for value in values]
         cells = [Cell(measure.text(value), outside=o) for value, o in zip(values, outside)]
-        rows.append([measure.label, measure.symbol, *cells, tag])
+        rows.append([measure.label, measure.symbol, *cells, measure.wanted if as_is else ""])
     return rows
 
 

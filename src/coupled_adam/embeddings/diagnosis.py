@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from coupled_adam.embeddings.measures import MEASURES, Measures
+
+if TYPE_CHECKING:
+    from coupled_adam.embeddings.report import EmbeddingReport
 
 _NAMED = 5  # dead rows
 _ISO = MEASURES["isotropy"]
@@ -13,35 +17,33 @@ _CORRELATIONS = ("norm_frequency_correlation", "mean_frequency_correlation")
 
 
 def diagnose(
-    measures: Measures,
-    centered: Measures,
-    size: tuple[int, int],
-    seen: int,
-    dead: Sequence[str] = (),
-    repair: str = "",
-    recenter: str = "",
+    report: EmbeddingReport, dead: Sequence[str] = (), repair: str = "", recenter: str = ""
 ) -> list[str]:
     """Whether the embeddings are healthy, which measures say so, and what to do next.
 
-    The size is how many rows were measured, and H; of these, ``seen`` have a count; ``dead`` are
-    the names of the rows that are zero or not finite; ``repair`` gives these new values, and
-    ``recenter`` removes the mean: commands, which are empty where they would be refused.
+    ``dead`` are the names of the rows that are zero or not finite; ``repair`` gives these new
+    values, and ``recenter`` removes the mean: commands, which are empty where they would be
+    refused.
     """
+    rows = report.vocab_size - report.excluded_rows
     limited = {
         key: value
         for key, measure in MEASURES.items()
         if measure.healthy
         and (measure.healthy.low, measure.healthy.high) != (None, None)
-        and (value := measure.of(measures)) is not None
+        and (value := measure.of(report)) is not None
     }
     outside = {key for key, value in limited.items() if not MEASURES[key].is_healthy(value)}
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
-    chance, ratio = 1 / math.sqrt(size[0]), measures.mean_norm_ratio
+    chance, ratio = 1 / math.sqrt(rows), report.mean_norm_ratio
     # A scale is no disease, and nor is chance; the sentences below say what the values are due to.
     excuses = {
-        "isotropy": _ISO.is_healthy(measures.isotropy_unit),
+        "isotropy": _ISO.is_healthy(report.isotropy_unit),
         "mean_norm_ratio": (ratio or 0) <= 1.5 * chance,
-        **{key: not _is_significant(limited.get(key), seen) for key in _CORRELATIONS},
+        **{
+            key: not _is_significant(limited.get(key), rows - (report.unseen_tokens or 0))
+            for key in _CORRELATIONS
+        },
     }
     excused = {key for key, is_excused in excuses.items() if is_excused and key in outside}
     # Those that are outside say what is wrong; if none is, all of them say that nothing is.
@@ -55,11 +57,11 @@ def diagnose(
     rules = [
         (bool(dead), _dead(dead, repair)),
         (True, f"The embeddings are {'not healthy' if wrong else 'healthy'}: {said}."),
-        ("isotropy" in outside, _low_isotropy(measures, centered, size)),
+        ("isotropy" in outside, _low_isotropy(report, report.centered, (rows, report.hidden_size))),
         (
             "mean_norm_ratio" in excused,
             f"A relative mean norm of {MEASURES['mean_norm_ratio'].text(ratio)} is what chance "
-            f"gives to so few rows: about 1 / √{size[0]} = {chance:.2f}.",
+            f"gives to so few rows: about 1 / √{rows} = {chance:.2f}.",
         ),
         (
             "mean_norm_ratio" in wrong and bool(recenter),
@@ -70,7 +72,7 @@ def diagnose(
             "Training with Coupled Adam keeps the mean near the origin.",
         ),
         (
-            measures.norm_frequency_correlation is None,
+            report.norm_frequency_correlation is None,
             "Whether rare tokens differ from frequent ones is not known without their counts: add "
             "--text, --tokens or --counts.",
         ),

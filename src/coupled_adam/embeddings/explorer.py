@@ -31,13 +31,9 @@ def check_installed(explore: bool, export: Path | None) -> None:
     """Raise UsageError unless the packages for a map, or for an export, are there."""
     if export is not None and export.suffix != ".parquet":
         raise UsageError(f"--export {export} must end in .parquet")
-    for is_needed, option, package in (
-        (export is not None, "--export", "pyarrow"),
-        (explore, "--explore", "plotly"),
-        (True, "--explore or --export", "pandas"),
-    ):
-        if is_needed and importlib.util.find_spec(package) is None:
-            raise UsageError(f"{option} needs a package: pip install {package}")
+    for package in ["pandas", *["plotly"] * explore, *["pyarrow"] * (export is not None)]:
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"--explore and --export need a package: pip install {package}")
 
 
 def token_frame(
@@ -142,13 +138,9 @@ def _columns(
     entry: UndertrainedReport, comparisons: Sequence[Comparison], rows: NDArray[np.int64]
 ) -> dict[str, Any]:
     """What is known of some rows of a matrix."""
-    analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
+    import pandas
 
-    def spread(places: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.float32]:
-        """Numbers of some rows of the matrix, for those of the frame; NaN for all others."""
-        whole = np.full(len(analysis.embeddings.matrix), np.nan, np.float32)
-        whole[places] = numbers
-        return whole[rows]
+    analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
 
     columns: dict[str, Any] = {
         # UTF-8 cannot hold lone surrogates.
@@ -163,8 +155,10 @@ def _columns(
     if analysis.counts is not None:
         columns["count"] = analysis.counts[rows]
     if entry.verification is not None:
-        columns["repeated"] = spread(entry.verification.rows, entry.verification.probabilities)
+        asked = pandas.Series(entry.verification.probabilities, entry.verification.rows)
+        columns["repeated"] = asked.reindex(rows).to_numpy(np.float32)
     for comparison in comparisons:
         if comparison.after is analysis and comparison.changes.cosines is not None:
-            columns["change"] = spread(comparison.rows, comparison.changes.cosines)
+            change = pandas.Series(comparison.changes.cosines, comparison.rows)
+            columns["change"] = change.reindex(rows).to_numpy(np.float32)
     return columns

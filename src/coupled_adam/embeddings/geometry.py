@@ -146,17 +146,6 @@ def check(embeddings: Embeddings) -> None:
         raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
-def as_mask(name: str, mask: Tensor | NDArray[Any], rows: int) -> Mask:
-    """Booleans as an array; ValueError unless there is one for each row."""
-    array = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
-    if array.shape != (rows,) or array.dtype != np.bool_:
-        raise ValueError(
-            f"{name} must hold a boolean for each of the {rows} embeddings, but has the shape "
-            f"{list(array.shape)} and the dtype {array.dtype}"
-        )
-    return array
-
-
 def blocks(
     embeddings: Embeddings, keep: Mask | None = None, dtype: torch.dtype = torch.float64
 ) -> Iterator[Tensor]:

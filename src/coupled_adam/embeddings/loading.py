@@ -6,7 +6,7 @@ They are found by the tensor names that are common in the various families of mo
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,14 +43,12 @@ class EmbeddingMatrix:
             file does not tell.
         tensor: its name in the file; empty if the file holds a single array.
         config: the model's config.json; empty if there is none.
-        words: what the rows stand for, [V], of a file that says so itself.
     """
 
     matrix: Tensor
     role: Role
     tensor: str
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    words: Sequence[str] | None = dataclasses.field(default=None, repr=False)
 
 
 def load_embeddings(
@@ -60,9 +58,8 @@ def load_embeddings(
 
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
-            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; vectors of
-            word2vec, GloVe or fastText as text (``.txt``, ``.vec``); a run or a checkpoint of this
-            package.
+            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; a run or a
+            checkpoint of this package.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
 
@@ -164,7 +161,7 @@ def _read(weights: Weights, name: str, role: Role) -> EmbeddingMatrix:
             f"{weights.source}: {name} is quantised ({str(matrix.dtype).removeprefix('torch.')}); "
             "floating-point numbers of 16 bits or more are needed"
         )
-    return EmbeddingMatrix(matrix, role, name, weights.config, weights.words)
+    return EmbeddingMatrix(matrix, role, name, weights.config)
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -235,10 +232,6 @@ def _open_hub(name: str, revision: str | None) -> Weights:
             return _join(name, index, lambda file: open_hub_file(name, file, revision), config)
         weights = open_hub_file(name, "model.safetensors", revision)
         return dataclasses.replace(weights, source=name, config=config)
-    except RemoteEntryNotFoundError:
-        raise ValueError(
-            f"{name} has no model.safetensors on the hub: download the model and pass its folder"
-        ) from None
     except ValueError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many types

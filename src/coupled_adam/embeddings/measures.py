@@ -123,26 +123,22 @@ class Measures:
     If all rows are equal, for example, removing the mean leaves only zeros, for which the ratio,
     the measures of the spectrum and the cosine are not defined.
 
+    docs/analyze.md has the definitions, and :data:`MEASURES` says what each one means.
+
     Attributes:
-        isotropy: Iso with both signs of every eigenvector, 0 to 1; higher is better. Also
-            isotropy_unit, after division by the mean row norm, and isotropy_published, with the
-            signs that the linear-algebra library returns.
-        mean_norm: ||mu||; lower is better. Also mean_norm_ratio, ||mu||^r = ||mu|| / mean_i
-            ||e_i||, 0 to 1.
+        isotropy, isotropy_unit, isotropy_published: 0 to 1; higher is better.
+        mean_norm: lower is better. Also mean_norm_ratio, 0 to 1.
         word_similarity: the word-similarity scores; None if no sets were given.
-        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
-            occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
-            equal. Also norm_frequency_correlation_published, over all tokens, with log(p_i +
-            1e-10).
-        mean_frequency_correlation: that of e_i . mu and log p_i; near 0 is better. None in the same
-            cases, and if the mean is zero.
-        condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
-        mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
+        norm_frequency_correlation, norm_frequency_correlation_published: -1 to 1; higher is better.
+            None without counts, or if all norms or all counts are equal.
+        mean_frequency_correlation: -1 to 1; near 0 is better. None in the same cases, and if the
+            mean is zero.
+        condition: 0 to 100; higher is better.
+        mean_cosine_similarity: -1 to 1; lower is better.
         effective_rank, participation_ratio: 1 to min(V, H); higher is better.
-        explained_variance: the share of the first principal direction, 1/H to 1; lower is better.
-            It does not depend on the mean.
-        iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
-        norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
+        explained_variance: 1/H to 1; lower is better. It does not depend on the mean.
+        iso_score: 0 to 1; higher is better. It does not depend on the mean.
+        norm_mean, norm_std, norm_min, norm_max: of ||e_i|| over the rows.
         singular_values: [min(V, H)], descending.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.geometry import Embeddings, Mask
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import refused
 from coupled_adam.rendering.tables import Table
 
 NEIGHBOURS = 10
@@ -91,22 +91,12 @@ def _directions(rows: Tensor, mean: Tensor) -> Tensor:
     return torch.where(used, centered / norms, 0).float()
 
 
-def find_neighbours(analysis: Analysis, tokens: Sequence[str] = ()) -> Answer:
-    """Find the neighbours of tokens, or of the ten most frequent ones.
+def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
+    """Find the neighbours of tokens, which are as :meth:`Vocabulary.row` takes them.
 
-    Tokens are as :meth:`Vocabulary.row` takes them. Raises UsageError if one of them is unknown,
-    zero or not finite, or if there are neither tokens nor counts.
+    Raises UsageError if one of them is unknown, zero or not finite.
     """
-    name, counts = analysis.vocabulary.name, analysis.counts
-    rows = [analysis.vocabulary.row(token) for token in tokens]
-    if not tokens:
-        if counts is None:
-            raise UsageError(
-                "--neighbours takes the most frequent tokens, and there are no counts: name "
-                "tokens, or add --text, --tokens or --counts"
-            )
-        order = np.argsort(-counts, kind="stable")
-        rows = order[~np.isin(order, analysis.dead)][:NEIGHBOURS].tolist()
+    name, rows = analysis.vocabulary.name, [analysis.vocabulary.row(token) for token in tokens]
     named = [analysis.token(row) for row in rows]
     for variant in _VARIANTS:
         with refused(f"{analysis.model}: "):

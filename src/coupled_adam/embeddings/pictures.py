@@ -11,7 +11,6 @@ from coupled_adam.rendering.pictures import legend, scatter
 
 _POINTS = 10_000  # points drawn for each matrix; more would cover each other
 _ROWS = 20_000  # rows from which the axis of a projection is computed
-_PAIRS = 200_000
 
 
 def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None = None) -> None:
@@ -75,24 +74,6 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
     )
-    legend(ax, markerscale=3)
-
-
-def plot_similarities(
-    ax: Axes, embeddings: Embeddings, color: str, label: str | None = None
-) -> None:
-    """Draw the distribution of cosine similarities over a fixed random sample of pairs of rows."""
-    sample = _sample(embeddings)
-    norms = np.linalg.norm(sample, axis=1)
-    directions = sample[norms > 0] / norms[norms > 0, None]
-    generator = np.random.default_rng(0)
-    first, second = generator.integers(0, len(directions), (2, _PAIRS))
-    # In twenty parts, since the rows of all pairs at once could fill the memory.
-    pairs = zip(np.array_split(first, 20), np.array_split(second, 20))
-    cosines = [np.einsum("ih,ih->i", directions[i], directions[j])[i != j] for i, j in pairs]
-    _histogram(ax, np.concatenate(cosines), color, label)
-    ax.set(title="Similarities of pairs", xlabel="cos(eᵢ, eⱼ)", ylabel="density")
-    ax.set_xlim(-1, 1)
     legend(ax, markerscale=3)
 
 

@@ -1,4 +1,4 @@
-"""Give rows that are dead or under-trained healthy values, in a copy of the model.
+"""Give rows that are dead healthy values, in a copy of the model.
 
 Rows that are zero or not finite make losses and gradients of the whole model large or NaN. New rows
 are drawn around the mean of the healthy ones, where they take little probability from other tokens
@@ -9,7 +9,7 @@ import dataclasses
 import io
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +19,12 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings, model_embeddings
-from coupled_adam.embeddings.undertrained import undertrained_tokens
-from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
-Reason = Literal["not finite", "nearly zero", "under-trained"]
+Reason = Literal["not finite", "nearly zero"]
 _NEARLY_ZERO = 0.01  # of the median norm
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
@@ -34,22 +32,11 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_softcap")
 
 
 @dataclasses.dataclass(frozen=True)
-class RepairedRow:
-    """A row that was changed: why, and its norm before (None if not finite) and after."""
-
-    row: int
-    token: str
-    reason: Reason
-    norm_before: float | None
-    norm_after: float
-
-
-@dataclasses.dataclass(frozen=True)
 class RepairedMatrix:
     """What was changed in one matrix."""
 
     role: str  # as in EmbeddingMatrix
-    rows: list[RepairedRow]
+    rows: dict[int, Reason]  # the rows that were replaced, and why
     mean_removed: float | None  # its norm; None if the matrix was not recentered
 
 
@@ -127,14 +114,7 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         ) from None
 
 
-def repair_model(
-    source: Path,
-    out: Path,
-    vocabulary: Callable[[int], Vocabulary],
-    *,
-    undertrained: bool = False,
-    recenter: bool = False,
-) -> list[RepairedMatrix]:
+def repair_model(source: Path, out: Path, recenter: bool = False) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
     transformers loads the model and saves the copy; the tokenizer and all else beside the weights
@@ -144,8 +124,6 @@ def repair_model(
         source: a folder with a model that transformers knows, as safetensors, or a ``.npy`` file
             with a matrix.
         out: the folder or the file to write, which must not exist.
-        vocabulary: a function that returns what V rows stand for.
-        undertrained: whether to repair also tokens that cannot be told from unused rows.
         recenter: whether to subtract the mean from the output embeddings. This shifts all logits of
             a position alike, which leaves the softmax as it is.
 
@@ -164,7 +142,7 @@ def repair_model(
     reports = []
     for entry in entries:
         with refused(f"{source}: "):
-            rows = _repair_rows(entry, vocabulary(len(entry.matrix)), undertrained)
+            rows = _repair_rows(entry)
         removed = _recenter(entry, model) if entry.role in moved else None
         reports.append(RepairedMatrix(entry.role, rows, removed))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -226,40 +204,18 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
     return model, [EmbeddingMatrix(w.detach(), role, "", config) for role, w in weights.items()]
 
 
-def _repair_rows(
-    entry: EmbeddingMatrix, vocabulary: Vocabulary, undertrained: bool
-) -> list[RepairedRow]:
-    """Give the rows of a matrix that need it new values, in place."""
-    matrix = entry.matrix
-    reasons = dead_rows(matrix)
-    # Rows that belong to no token were hardly trained, and are no model for others.
-    healthy = vocabulary.categories != "none"
-    healthy[list(reasons)] = False
-    if (padding := padding_row(entry)) is not None:
+def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:
+    """Give the rows of a matrix that are dead new values, in place."""
+    dead = dead_rows(entry.matrix)
+    healthy = ~np.isin(np.arange(len(entry.matrix)), [*dead])
+    padding = padding_row(entry)
+    if padding is not None:
         healthy[padding] = False
-        if reasons.get(padding) == "nearly zero":
-            del reasons[padding]
-    if undertrained:
-        indicated = undertrained_tokens(entry, vocabulary)
-        if indicated.limit is None:
-            raise ValueError(
-                "--undertrained needs at least three rows that are known to be unused, such as "
-                "rows without a token, and that resemble each other; there are none"
-            )
-        for row in indicated.alike.tolist():
-            reasons.setdefault(row, "under-trained")
-        healthy[indicated.alike] = False
-        healthy &= ~indicated.unused
-    rows = sorted(reasons)
-    if not rows:
-        return []
-    before = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
-    matrix[rows] = healthy_rows(matrix, len(rows), healthy)
-    after = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
-    return [
-        RepairedRow(row, vocabulary.name(row), reasons[row], old if np.isfinite(old) else None, new)
-        for row, old, new in zip(rows, before, after)
-    ]
+        if dead.get(padding) == "nearly zero":
+            del dead[padding]
+    if dead:
+        entry.matrix[[*dead]] = healthy_rows(entry.matrix, len(dead), healthy)
+    return dead
 
 
 def padding_row(entry: EmbeddingMatrix) -> int | None:

@@ -5,7 +5,7 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, wo
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
-
-if TYPE_CHECKING:
-    import pandas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,49 +59,21 @@ class EmbeddingReport(Measures):
     @property
     def diagnosis(self) -> str:
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
-        return " ".join(self.sentences())
-
-    def sentences(
-        self, dead: Sequence[str] = (), repair: str = "", recenter: str = ""
-    ) -> list[str]:
-        """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
-        rows = self.vocab_size - self.excluded_rows
-        seen = max(rows - (self.unseen_tokens or 0), 0)
-        size = rows, self.hidden_size
-        return diagnose(self, self.centered, size, seen, dead, repair, recenter)
+        return " ".join(diagnose(self))
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
-            value, *changed = (measure.of(variant) for variant in self._variants)
+            variants = self, self.centered, self.all_but_the_top
+            value, *changed = map(measure.of, variants)
             if value is not None:
                 cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
                 texts = map(measure.text, changed)
                 rows.append([measure.label, measure.symbol, cell, *texts, measure.wanted])
-        for label, number in (
-            ("tokens never seen, left out of correlations", self.unseen_tokens),
-            ("rows left out of all measures", self.excluded_rows or None),
-        ):
-            if number is not None:
-                rows.append([label, "", str(number), "", "", ""])
         columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "healthy"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
         return Table(columns, rows, title, left=(0, 1, 5))
-
-    def to_frame(self) -> "pandas.DataFrame":
-        """The measures by key, with a column for each variant; this alone needs pandas."""
-        import pandas
-
-        numbers = {
-            name: [measure.of(variant) for measure in MEASURES.values()]
-            for name, variant in zip(("as_is", "centered", "all_but_the_top"), self._variants)
-        }
-        return pandas.DataFrame(numbers, index=[*MEASURES], dtype=float)
-
-    @property
-    def _variants(self) -> tuple[Measures, Measures, Measures]:
-        return self, self.centered, self.all_but_the_top
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -197,7 +166,12 @@ def _resolve(
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
-    measured = None if keep is None else geometry.as_mask("keep", keep, rows)
+    measured = None if keep is None else np.asarray(keep)
+    if measured is not None and (measured.shape != (rows,) or measured.dtype != np.bool_):
+        raise ValueError(
+            f"keep must hold a boolean for each of the {rows} embeddings, but has the shape "
+            f"{list(measured.shape)} and the dtype {measured.dtype}"
+        )
     if measured is not None and not measured.any():
         raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)
@@ -343,11 +317,10 @@ def _matrix_of(module: nn.Module) -> Tensor:
     for weight in (*model_embeddings(module).values(), getattr(module, "weight", None)):
         if isinstance(weight, Tensor):
             return weight.detach()
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     if len(layers) == 1:
-        return next(iter(layers.values())).weight.detach()
-    has = f"has several: {', '.join(layers)}" if layers else "has none"
+        return layers[0].weight.detach()
     raise ValueError(
-        f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
-        "Pass the matrix itself, such as model.embed_tokens.weight"
+        f"embeddings: which matrix of {type(module).__name__} is meant is not clear: pass the "
+        "matrix itself, such as model.embed_tokens.weight"
     )

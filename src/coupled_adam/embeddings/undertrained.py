@@ -22,7 +22,7 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.geometry import Array, Embeddings, Mask
 from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.verification import Verification, verify
-from coupled_adam.embeddings.vocabulary import CATEGORIES, Vocabulary
+from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
 from coupled_adam.rendering.tables import Table
 
@@ -145,11 +145,6 @@ class UndertrainedReport:
     verification: Verification | None = None
 
     @property
-    def label(self) -> str:
-        """That of the analysis."""
-        return self.analysis.label
-
-    @property
     def rows(self) -> list[int]:
         """The rows to name: the candidates, or those like unused ones if these are more."""
         rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
@@ -179,7 +174,6 @@ class UndertrainedReport:
         named = {
             "categories": dict(collections.Counter(vocabulary.categories.tolist())),
             "unused_rows": int(result.unused.sum()),
-            "dead_rows": result.dead.tolist(),
             "order_by": result.order_by,
             "limit": result.limit,
             **verified,
@@ -189,13 +183,8 @@ class UndertrainedReport:
 
     def table(self, number: int) -> Table:
         """The first of the rows that are named."""
-        result, named = self.indicated, self.numbers["undertrained"]
-        kinds = named["categories"]
-        counted = ", ".join(f"{kinds[name]} {name}" for name in CATEGORIES if name in kinds)
-        note = (
-            f"rows by category: {counted}; {len(result.candidates)} candidates, the lowest by "
-            f"{INDICATORS[result.order_by]}; "
-        )
+        result, tokens = self.indicated, self.numbers["undertrained"]["tokens"]
+        note = f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}; "
         # Without a limit nothing tells a rare token from an unused one, which should be said.
         if result.limit is None:
             note += (
@@ -204,15 +193,15 @@ class UndertrainedReport:
             )
         else:
             note += (
-                f"{len(result.alike)} tokens cannot be told from the {result.unused.sum()} rows "
-                "that are known to be unused (marked with *); the others may be merely rare, or "
-                "well trained"
+                f"* marks the {len(result.alike)} tokens that cannot be told from the "
+                f"{result.unused.sum()} rows that are known to be unused; the others may be merely "
+                "rare, or well trained"
             )
         # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
         asked = ["repeated", "verdict"] if self.verification is not None else []
         counts = ["count"] if self.analysis.counts is not None else []
         rows = []
-        for token in named["tokens"][:number]:
+        for token in tokens[:number]:
             cells = [f"{'*' if token['like_unused'] else ''}{token['id']}"]
             cells += [self.analysis.vocabulary.name(token["id"])]
             cells += [f"{token['repeated']:.2%}", token["verdict"]] if asked else []

@@ -66,8 +66,7 @@ class Verification:
         if not self.is_able:
             return (
                 "The candidates cannot be verified with this model: it repeats only "
-                f"{controls - low} of {controls} well-trained tokens with a probability of at "
-                f"least {LOW:.0%}."
+                f"{controls - low} of {controls} well-trained tokens."
             )
         return (
             f"Asked to repeat the {len(self.rows)} candidates, the model gives "

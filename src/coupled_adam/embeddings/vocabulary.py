@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,8 +49,6 @@ class Vocabulary:
     # [V], what was seen by no training, as far as can be known without its text: rows without a
     # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
     unused: Mask
-    # The row of each token in the tokenizer's own spelling, such as "▁the", "Ġthe" or "##ing".
-    spelled: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -61,23 +59,17 @@ class Vocabulary:
         return repr(text) if text else f"#{row}"
 
     def row(self, token: str) -> int:
-        """The row of a token as a user writes it: its text, with or without a space before it, the
-        tokenizer's own spelling, or its id after #. Raises UsageError if there is none.
+        """The row of a token as a user writes it: its text, with or without a space before it, or
+        its id after #. Raises UsageError if there is none.
         """
-        shown = one_line(token, 50)
-        if re.fullmatch(r"#\d+", token):
-            if len(token) > 20 or int(token[1:]) >= len(self):  # int refuses 4300 digits
-                raise UsageError(f"there is no token {shown}: the embeddings have {len(self)} rows")
+        if re.fullmatch(r"#\d{1,15}", token) and int(token[1:]) < len(self):
             return int(token[1:])
         for text in (token, f" {token}"):
             if text and text in self.rows:
                 return self.rows[text]
-        row = self.spelled.get(token, len(self))
-        if row < len(self):
-            return row
         raise UsageError(
-            f"{shown!r} is not a single token of this model: write a token's text, or its id, such "
-            "as '#42'"
+            f"{one_line(token, 50)!r} is not a token of this model: write a token's text, or its "
+            f"id, from '#0' to '#{len(self) - 1}'"
         )
 
     @functools.cached_property
@@ -85,12 +77,6 @@ class Vocabulary:
         """The row of each text, the one that can be reached if several have the same."""
         order = np.argsort(self.categories == "ok", kind="stable").tolist()
         return {self.texts[row]: row for row in order}
-
-    @classmethod
-    def of_words(cls, words: Sequence[str]) -> Vocabulary:
-        """The vocabulary of a file that says what its rows stand for."""
-        kinds = np.array(["ok" if word else "none" for word in words])
-        return cls(words, kinds, kinds == "none")
 
     @classmethod
     def of_ids(cls, rows: int) -> Vocabulary:
@@ -107,8 +93,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     """
     if tokenizer is None:
         return Vocabulary.of_ids(rows)
-    spelled = tokenizer.get_vocab()
-    pieces = {row: piece for piece, row in spelled.items()}
+    pieces = {row: piece for piece, row in tokenizer.get_vocab().items()}
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)
     reachable = _reachable(tokenizer, ids, decoded)
@@ -131,7 +116,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
         categories[row] = category
         texts[row] = text if category in ("ok", "unreachable") and text else piece
         unused[row] = piece in _NEVER_USED.get(category, ()) or bool(_RESERVED.fullmatch(piece))
-    return Vocabulary(texts, categories, unused, spelled)
+    return Vocabulary(texts, categories, unused)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

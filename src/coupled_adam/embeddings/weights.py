@@ -7,7 +7,7 @@ Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from coupled_adam.errors import one_line
 from coupled_adam.runs import is_checkpoint
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
-_VECTORS = (".txt", ".vec")
-SUFFIXES = (".safetensors", ".npy", *_ARCHIVES, *_VECTORS)
+SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
 """The suffixes of the files that :func:`open_file` opens."""
 
 
@@ -33,7 +32,6 @@ class Weights:
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the model's config.json
-    words: Sequence[str] | None = None  # what the rows stand for, [V]
 
 
 @contextlib.contextmanager
@@ -56,8 +54,6 @@ def open_file(path: Path) -> Weights:
             raise ValueError(f"{path}: a matrix [V, H] of floats is needed, not {kind}")
         native = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         return Weights(str(path), {"": array.shape}, lambda _: native)
-    if path.suffix in _VECTORS:
-        return _open_vectors(path)
     if path.suffix in _ARCHIVES or is_checkpoint(path):
         return _open_archive(path)
     raise ValueError(
@@ -116,30 +112,6 @@ def _tensors(name: str, content: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}.{key}" if name else str(key), value)
     elif isinstance(content, Tensor) and content.layout is torch.strided:
         yield name, content
-
-
-def _open_vectors(path: Path) -> Weights:
-    """Read vectors of word2vec, GloVe or fastText: a line for each row, a word and its numbers.
-
-    word2vec and fastText begin with a line that has V and H, and GloVe does not.
-    """
-    columns = None
-    words: list[str] = []
-    rows: list[NDArray[np.float32]] = []
-    # Only \n ends a line: words may contain every other character that could.
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, 1):
-            fields = line.rstrip("\r\n ").split(" ")
-            if number == 1 and len(fields) == 2:
-                continue
-            columns = columns or len(fields) - 1
-            with readable(f"{path}, line {number}: not a word and {columns} numbers"):
-                rows.append(np.array(fields[-columns:], np.float32).reshape(columns))
-            words.append(" ".join(fields[:-columns]))  # which may contain spaces, in GloVe's files
-    if not rows:
-        raise ValueError(f"{path} has no vectors")
-    matrix = torch.from_numpy(np.stack(rows))
-    return Weights(str(path), {"": tuple(matrix.shape)}, lambda _: matrix, words=words)
 
 
 def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:

@@ -167,6 +167,7 @@ def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):
 
 PREPARE = """
 import os, resource, signal, sys, time
+from pathlib import Path
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data import corpus
 from coupled_adam.lab.recipe import load_recipe, override

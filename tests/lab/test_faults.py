@@ -88,15 +88,16 @@ def test_a_folder_of_others_is_refused(unfinished):
     with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
         go_on()
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    shutil.rmtree(run / "checkpoints")
+    for name in ("checkpoints", "second_moments"):
+        shutil.rmtree(run / name)
     (run / "metrics.jsonl").unlink()
     go_on()
 
 
 def test_a_comparison_that_cannot_go_on_changes_nothing(recipe, tmp_path, monkeypatch):
     """What fails for want of a text makes no folder, and leaves one that is resumed as it was."""
-    begun, new = tmp_path / "begun", tmp_path / "runs" / "new"
-    begun.mkdir()
+    begun, new = tmp_path / "runs" / "begun", tmp_path / "runs" / "new"
+    begun.mkdir(parents=True)
     (begun / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     before = (begun / "comparison.yaml").read_bytes()
     monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
@@ -105,7 +106,7 @@ def test_a_comparison_that_cannot_go_on_changes_nothing(recipe, tmp_path, monkey
     for out in (new, begun):
         with pytest.raises(UsageError, match="no text"):
             comparison.compare(more, out, resume=out == begun, **options)
-    assert [*tmp_path.iterdir()] == [begun]
+    assert [*begun.parent.iterdir()] == [begun]
     assert [path.read_bytes() for path in begun.iterdir()] == [before]
 
 

@@ -152,9 +152,6 @@ def test_warnings_beyond_the_limits():
         model.weight += 50
     with pytest.warns(UserWarning, match="mean_norm_ratio"):
         monitor.measure(model, True)
-    Monitor(1, find=monitor.find, limits={}).measure(model, True)
-    with pytest.raises(ValueError, match="limits has the name 'loss'; known: mean_norm_ratio"):
-        Monitor(1, limits={"loss": 3})
 
 
 def test_models_of_ones_own():

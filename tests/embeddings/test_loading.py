@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import io
 import json
 import pickle
 import threading
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (
     BertConfig,
@@ -265,39 +264,6 @@ def test_odd_configurations(gpt2):
             load_embeddings(folder)
 
 
-def as_file(save, *values):
-    file = io.BytesIO()
-    save(file, *values)
-    return file.getvalue()
-
-
-ARRAY = as_file(np.save, np.ones((3, 2)))
-TENSORS = save({"wte.weight": torch.ones(3, 2)})
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.npy", b""),
-        ("a.npy", ARRAY[:20]),
-        ("a.npy", ARRAY[:-1]),
-        ("a.npy", as_file(np.savez, np.ones((3, 2)))),
-        ("a.npy", ARRAY.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}")),  # more rows
-        ("a.npy", ARRAY.replace(b"<f8", b"<c8")),
-        ("a.safetensors", b""),
-        ("a.safetensors", TENSORS[:4]),
-        ("a.safetensors", TENSORS[:-1]),
-        ("a.safetensors", (2**63).to_bytes(8, "little") + TENSORS[8:]),
-    ],
-)
-def test_damaged_files(name, content, tmp_path):
-    """Truncated anywhere, with a header of nonsense, or of another kind."""
-    (tmp_path / name).write_bytes(content)
-    kind = "whole safetensors file" if name.endswith("s") else ".npy file of numbers"
-    with pytest.raises(ValueError, match=rf"{name}: not a {kind}"):
-        load_embeddings(tmp_path / name)
-
-
 def test_what_is_no_model(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("a")
@@ -451,7 +417,6 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "two")]) == 0
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
-    shards = sorted(path.name for path in hub.folder.glob("*.safetensors"))
     for arguments, message in (
         (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
         (["someone/model", "--revision", "v2"], "this is not in its cache here"),
@@ -459,10 +424,6 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     ):
         assert cli.main(["repair", *arguments, "--out", str(tmp_path / "three")]) == 2
         assert message in capsys.readouterr().err
-    (hub.folder / shards[0]).unlink()
-    assert cli.main(["repair", str(hub.folder), "--out", str(tmp_path / "three")]) == 2
-    assert f"{shards[0]}" in capsys.readouterr().err
-    assert not (tmp_path / "three").exists()
 
 
 def test_what_the_hub_does_not_have(hub):

@@ -1,7 +1,6 @@
 """The measures, against their definitions written out in numpy on small matrices."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -140,6 +138,11 @@ def test_single_row():
     assert report.mean_norm_ratio == pytest.approx(1)
     assert report.condition == pytest.approx(100)
     assert report.isotropy == pytest.approx(np.exp(-10))
+    point = report.centered
+    assert point.mean_norm_ratio is point.condition is point.effective_rank is None
+    assert point.mean_cosine_similarity is point.participation_ratio is None
+    with pytest.raises(ValueError, match="directions=3 must be from 0 to H = 2"):
+        measures.analyze(np.eye(2), directions=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -166,32 +169,6 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
                 assert getattr(ours, name) == pytest.approx(value, rel=rel, abs=1e-14), name
     for ours, theirs in zip(_variants(measures.analyze(matrix * 64)), _variants(long)):
         assert ours.isotropy == pytest.approx(theirs.isotropy, rel=1e-9)
-
-
-@pytest.mark.parametrize("scale", [0.05, 1, 20])
-@pytest.mark.parametrize("kind", ["random", "anisotropic", "heavy-tailed", "shifted"])
-def test_isotropy_of_large_matrices_by_its_definition(kind, scale, monkeypatch):
-    """Of matrices that count as large, too."""
-    generator = np.random.default_rng(5)
-    matrix = generator.normal(size=(500, 24)) / 24**0.5
-    if kind == "anisotropic":
-        matrix *= np.logspace(0.5, -1, 24)
-    if kind == "heavy-tailed":
-        matrix *= np.exp(generator.normal(size=(500, 1)))
-    matrix = scale * (matrix + (0.2 if kind == "shifted" else 0.01))
-    monkeypatch.setattr(partition, "_LARGE", 0)
-    report = measures.analyze(matrix, directions=3)
-    centred = matrix - matrix.mean(0)
-    axes = np.linalg.eigh(centred.T @ centred)[1][:, -3:]
-    for cloud, variant in zip(
-        (matrix, centred, centred - centred @ axes @ axes.T), _variants(report)
-    ):
-        unit = np.linalg.norm(cloud, axis=1).mean()
-        axes_of_cloud = np.linalg.eigh(cloud.T @ cloud)[1]
-        for value, rows in ((variant.isotropy, cloud), (variant.isotropy_unit, cloud / unit)):
-            exponents = rows @ axes_of_cloud
-            log_z = special.logsumexp(np.stack([exponents, -exponents]), axis=1)
-            assert value == pytest.approx(np.exp(log_z.min() - log_z.max()), rel=1e-4)
 
 
 def _variants(report):
@@ -249,10 +226,6 @@ def test_report_prints_and_round_trips():
     assert f"{report.isotropy:.2f}" in text
     assert f"{report.all_but_the_top.participation_ratio:.1f}" in text
     assert "50 x 6" in text
-    starts = {
-        line.index(" ", 60) for line in text.splitlines() if line.startswith(("isotropy", "mean "))
-    }
-    assert len(starts) == 1  # aligned
     without = measures.analyze(cloud())
     assert without.norm_frequency_correlation is None
     assert "frequency" not in str(without)
@@ -324,38 +297,6 @@ def test_all_measures_by_definition():
     np.testing.assert_allclose(measures.all_but_the_top(matrix, 2), topless, atol=1e-12)
 
 
-@settings(max_examples=30)
-@given(
-    rows=st.integers(2, 40),
-    columns=st.integers(1, 8),
-    directions=st.none() | st.integers(0, 8),
-    seed=st.integers(0, 1000),
-)
-def test_a_report_of_what_was_centered(rows, columns, directions, seed):
-    """The variants of a report are the reports of the variants."""
-    matrix = cloud(rows, columns, seed=seed)
-    if directions is not None and directions > columns:
-        with pytest.raises(ValueError, match=f"directions={directions} must be from 0 to H"):
-            measures.analyze(matrix, directions=directions)
-        return
-    report = measures.analyze(matrix, directions=directions)
-    assert report.top_directions == (1 if directions is None else directions)
-    names = ("isotropy", "isotropy_unit", "mean_norm", "mean_cosine_similarity", "norm_mean")
-    for part, other in (
-        (report.centered, measures.subtract_mean(matrix)),
-        (report.all_but_the_top, measures.all_but_the_top(matrix, directions)),
-    ):
-        if part.norm_max < 1e-9:  # one point, or a line without its direction
-            assert part.mean_norm_ratio is part.condition is part.effective_rank is None
-            assert part.mean_cosine_similarity is part.participation_ratio is None
-            continue
-        again = measures.analyze(other)
-        for name in names:
-            if getattr(part, name) is not None:
-                expected = pytest.approx(getattr(again, name), rel=1e-6, abs=1e-9)
-                assert getattr(part, name) == expected, name
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_centering_keeps_the_kind(dtype):
     tensor = torch.nn.Parameter(torch.from_numpy(cloud()).to(dtype))
@@ -379,18 +320,9 @@ def test_rows_that_are_left_out():
     expected = measures.analyze(matrix[keep], counts[keep])
     assert report.excluded_rows == (~keep).sum()
     assert report.unseen_tokens == (counts == 0).sum()
-    for name in (
-        "isotropy",
-        "isotropy_unit",
-        "mean_norm",
-        "norm_frequency_correlation",
-        "norm_frequency_correlation_published",
-        "effective_rank",
-    ):
-        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=1e-9)
-        assert getattr(report.centered, name) == pytest.approx(
-            getattr(expected.centered, name), rel=1e-9
-        )
+    for name in ("isotropy", "mean_norm", "norm_frequency_correlation", "effective_rank"):
+        for ours, theirs in ((report, expected), (report.centered, expected.centered)):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9)
     keep[:] = True
     keep[4] = False
     score = measures.analyze(matrix, sets=sets, token_ids=int, keep=torch.from_numpy(keep))
@@ -491,12 +423,9 @@ def test_modules():
 
 
 def test_a_report_in_a_notebook():
-    """All numbers of the printed table, and the healthy ranges; nothing unescaped."""
+    """The table, and the healthy ranges."""
     report = measures.analyze(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)) + 1)
     shown = report._repr_html_()
-    numbers = re.findall(r" -?\d+\.\d+(?= )", str(report.table()))
-    assert len(numbers) > 20
-    assert all(f">{number.strip()}" in shown for number in numbers)
     assert ">≥ 0.8</td>" in shown
     assert f"<em>{report.mean_norm_ratio:.3f}</em>" in shown  # the mean is far from the origin
     assert report.diagnosis.startswith("The embeddings are not healthy: isotropy ")

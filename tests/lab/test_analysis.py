@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings import analysis, analysis_page, analyze, single_tokens, unigram_counts
-from coupled_adam.embeddings.measures import Healthy
+from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_counts
 from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
 from lab.browser import needs_browser, told_by
@@ -183,22 +182,6 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     assert "<em>" not in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("healthy", "text", "inside", "outside"),
-    [
-        (Healthy("", low=0.8), "≥ 0.8", [0.8, 1.0], [0.79, -1.0]),
-        (Healthy("", high=0.05), "≤ 0.05", [0.0, 0.05], [0.051]),
-        (Healthy("", -0.5, 0.5), "0 ± 0.5", [-0.5, 0.0, 0.5], [-0.6, 0.6]),
-        (Healthy("", 1.0, 2.0), "1 to 2", [1.0, 2.0], [0.9, 2.1]),
-        (Healthy(""), "", [-1e9, 1e9], []),
-    ],
-)
-def test_a_healthy_range(healthy, text, inside, outside):
-    assert str(healthy) == text
-    assert all(value in healthy for value in inside)
-    assert not any(value in healthy for value in outside)
-
-
 @pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, and in a page that escapes the names it is given."""
@@ -220,14 +203,6 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     code, shown, _ = run(capsys, tmp_path / "plain.safetensors")
     assert code == 0
     assert "30 x 4" in shown
-
-
-def test_a_grid_of_clouds(tmp_path):
-    """A panel for each matrix; those that are left over are empty."""
-    np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.AnalysisInputs())
-    clouds, *_ = analysis_page.analyses_pictures(analyses)
-    assert [ax.axison for ax in clouds.figure.axes] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.pixels
@@ -335,14 +310,6 @@ def test_a_tokenizer_by_its_file(gpt2, tmp_path, capsys):
     assert (
         "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", tmp_path / "bad.json")[2]
     )
-
-
-def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):
-    asked = []
-    monkeypatch.setattr(analysis, "load_tokenizer", lambda *given: asked.append(given))
-    analysis.find_tokenizer("a/b", None, "v1", needed=True)
-    analysis.find_tokenizer("a/b", "other/one", "v1", needed=True)
-    assert asked == [("a/b", "v1"), ("other/one",)]
 
 
 def test_names_with_control_characters(tmp_path, capsys):

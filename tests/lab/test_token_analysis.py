@@ -23,12 +23,7 @@ WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
 ARCHITECTURES = {
     "gpt2": {"vocab_size": 420, "n_embd": 8, "n_layer": 1, "n_head": 2},
     "llama": SMALL | WIDE,
-    "mistral": SMALL | WIDE,
-    "qwen2": SMALL | WIDE,
     "gemma2": SMALL | WIDE,
-    "gpt_neox": SMALL | {"intermediate_size": 8},
-    "opt": SMALL | {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 16},
-    "bloom": {"vocab_size": 420, "hidden_size": 8, "n_layer": 1, "n_head": 2},
     "bert": SMALL | {"intermediate_size": 8},
     "t5": {"vocab_size": 420, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
 }

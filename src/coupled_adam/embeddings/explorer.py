@@ -116,10 +116,9 @@ def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
     rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.indicated.dead)
     if share is None or len(rows) <= share:
         return rows
-    # Up to half of the sample are under-trained, and the rest is random.
-    named = np.intersect1d(entry.rows, rows)[: share // 2]
-    usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, named))
-    return np.sort(np.concatenate([named, usual[: share - len(named)]]))
+    # Under-trained tokens come first, and the rest is random.
+    usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, entry.rows))
+    return np.sort(np.concatenate([np.intersect1d(entry.rows, rows), usual])[:share])
 
 
 def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[np.float32]:

@@ -1,17 +1,19 @@
 """A callback for Lightning that logs the measures of the embeddings during training."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coupled_adam.embeddings.monitor import LIMITS, Find, Monitor
+from coupled_adam.embeddings.monitor import Find, Monitor
 
 
 class EmbeddingMeasures(pl.Callback):
     """Log ``embeddings/isotropy``, ``embeddings/mean_norm``, ... to all of a trainer's loggers.
+
+    A warning is given when ``mean_norm_ratio`` exceeds 0.9 or ``largest_logit`` 100, and again only
+    after the value has been below.
 
     Args:
         every: the number of optimizer steps between two measurements. The first measurement takes
@@ -20,13 +22,10 @@ class EmbeddingMeasures(pl.Callback):
         embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
             ``"output"`` and optionally ``"input"``; by default, to those of the transformers model
             that it is or contains. Sharded matrices (FSDP2, tensor parallelism) are gathered.
-        limits: ``"mean_norm_ratio"`` (0.9 by default) and ``"largest_logit"`` (100); a warning is
-            given when one is exceeded, and again only after the value has been below. ``{}`` for
-            none.
 
     Raises:
-        ValueError: if ``every`` is below 1, a limit has an unknown name, or the model contains no
-            transformers model and ``embeddings`` is not given.
+        ValueError: if ``every`` is below 1, or the model contains no transformers model and
+            ``embeddings`` is not given.
     """
 
     def __init__(
@@ -34,9 +33,8 @@ class EmbeddingMeasures(pl.Callback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
-        limits: Mapping[str, float] = LIMITS,
     ) -> None:
-        self.monitor = Monitor(every, counts, embeddings, limits)
+        self.monitor = Monitor(every, counts, embeddings)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

@@ -32,16 +32,12 @@ class Monitor:
         every: int,
         counts: Tensor | NDArray[Any] | None = None,
         find: Find | None = None,
-        limits: Mapping[str, float] = LIMITS,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
-        if unknown := sorted(limits.keys() - LIMITS.keys()):
-            raise ValueError(f"limits has the name {unknown[0]!r}; known: {', '.join(LIMITS)}")
         self.every = every
         self.counts = counts
         self.find = find or model_embeddings
-        self.limits = limits
         self._last = -1
         self._exceeded: set[str] = set()
         self._largest_logit: Tensor | None = None
@@ -126,7 +122,7 @@ class Monitor:
 
     def _warn(self, numbers: Mapping[str, float]) -> None:
         """Warn of numbers above their limits, unless they were so when last measured."""
-        limits = {name: self.limits.get(name.rpartition("/")[2], math.inf) for name in numbers}
+        limits = {name: LIMITS.get(name.rpartition("/")[2], math.inf) for name in numbers}
         exceeded = {name for name, number in numbers.items() if number > limits[name]}
         for name in sorted(exceeded - self._exceeded):
             warnings.warn(

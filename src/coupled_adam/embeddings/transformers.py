@@ -1,13 +1,12 @@
 """A callback for Hugging Face's ``Trainer`` that logs the measures of the embeddings."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coupled_adam.embeddings.monitor import LIMITS, Find, Monitor
+from coupled_adam.embeddings.monitor import Find, Monitor
 
 
 class EmbeddingMeasures(TrainerCallback):
@@ -24,10 +23,9 @@ class EmbeddingMeasures(TrainerCallback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
-        limits: Mapping[str, float] = LIMITS,
     ) -> None:
         self.trainer = trainer
-        self.monitor = Monitor(every, counts, embeddings, limits)
+        self.monitor = Monitor(every, counts, embeddings)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

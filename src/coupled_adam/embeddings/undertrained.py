@@ -185,18 +185,12 @@ class UndertrainedReport:
         """The first of the rows that are named."""
         result, tokens = self.indicated, self.numbers["undertrained"]["tokens"]
         note = f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}; "
-        # Without a limit nothing tells a rare token from an unused one, which should be said.
-        if result.limit is None:
-            note += (
-                "the rows that are known to be unused are too few, or do not resemble each other: "
-                "candidates may be tokens that are merely rare, or well trained"
-            )
-        else:
+        if result.limit is not None:
             note += (
                 f"* marks the {len(result.alike)} tokens that cannot be told from the "
-                f"{result.unused.sum()} rows that are known to be unused; the others may be merely "
-                "rare, or well trained"
+                f"{result.unused.sum()} rows that are known to be unused; "
             )
+        note += "others may be merely rare, or well trained"
         # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
         asked = ["repeated", "verdict"] if self.verification is not None else []
         counts = ["count"] if self.analysis.counts is not None else []

@@ -581,16 +581,6 @@ def test_embeddings_that_are_unfrozen_and_not_coupled():
     assert not any(g["coupled"] for g in optimizer.param_groups)
 
 
-def test_rows_that_megatron_has_split_are_refused():
-    """The average over this rank's rows would be another one; what has all rows is coupled."""
-    table = nn.Parameter(torch.zeros(V, 16))
-    table.tensor_model_parallel, table.partition_dim = True, 0
-    with pytest.raises(ValueError, match=r"cannot couple .* \[40, 16\].*parallelize_module"):
-        CoupledAdamW([table], coupled=True)
-    table.partition_dim = 1  # all rows are here, of some columns
-    CoupledAdamW([table], coupled=True)
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_embeddings_that_are_unfrozen_later_beside_muon():
     model = frozen_gpt2()

@@ -353,7 +353,7 @@ def test_factors_of_adapters(vocab_size):
         CoupledAdamW(param_groups(model, vocab_size=vocab_size))
     assert len(caught) == 1
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    with pytest.raises(ValueError, match="named for something else"):
+    with pytest.raises(ValueError, match="have this size: none"):
         CoupledAdamW(trained, vocab_size=V)
 
 
@@ -399,8 +399,6 @@ def test_a_head_stored_by_columns(options):
     groups = param_groups(model, **options)
     assert [g["param_names"] for g in groups] == [["W_in", "W_out"], ["W_E"], ["W_U"]]
     assert [g.get("vocab_dim", 0) for g in groups] == [0, 0, 1]
-    saved = 4 * (V * H - H)
-    assert str(groups).splitlines()[-1].split() == ["total", f"{2 * saved:,}", "B"]
     rows = nn.Parameter(model.W_U.detach().T.clone())
     expected = CoupledAdamW([{"params": [rows], "coupled": True, "weight_decay": 0.0}], lr=0.1)
     optimizer = CoupledAdamW(groups, lr=0.1)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
-from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -193,7 +192,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
-        left_out = (*OPTIONS, "flat_shards", *INITIAL)
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

@@ -550,27 +550,16 @@ def matrices_of_size(
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     _mark_blocks(matrices)
+    possible = [m for m in matrices if m.may_embed_tokens and not m.in_block]
     vocab_dims: dict[Tensor, int] = {}
     for n in sorted(_given_sizes(vocab_size)):
-        fitting = [m for m in matrices if n in m.shape]
-        found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
-        dims = [0 if m.shape[0] == n else 1 for m in found]
-        if not found:
-            largest = listed(sorted(matrices, key=lambda m: -max(m.shape))) or "none"
-            there = f"none (the largest matrices: {largest})"
-            if fitting:
-                there = f"{listed(fitting)}, named for something else, or as in a repeated block"
+        dims = {m: int(m.shape[0] != n) for m in possible if n in m.shape}
+        has_names = not any(m.name.startswith("parameter ") for m in dims)
+        if not dims or (len(dims) > 2 and not (has_names and len({*dims.values()}) == 1)):
             raise ValueError(
-                f"vocab_size={n}: matrices of this size: {there}. Pass the number of rows of the "
-                "embedding matrix, padding included, or set 'coupled': True in the group of the "
-                "matrix"
+                f"vocab_size={n}: matrices that may embed tokens and have this size: "
+                f"{listed([*dims]) or 'none'}. Pass the model, or model.named_parameters(), or put "
+                "those that embed tokens into a param group with 'coupled': True"
             )
-        if len(found) > 2 and (len({*dims}) > 1 or found[0].name.startswith("parameter ")):
-            raise ValueError(
-                f"vocab_size={n}: {len(found)} matrices have this size, so hidden layers must be "
-                f"among them: {listed(found)}. Pass the model, or names, as in "
-                "model.named_parameters(), or put those that embed tokens into a param group with "
-                "'coupled': True"
-            )
-        vocab_dims |= {m.parameter: dim for m, dim in zip(found, dims)}
+        vocab_dims |= {m.parameter: dim for m, dim in dims.items()}
     return vocab_dims

@@ -32,8 +32,8 @@ def test_nothing_found():
 ERRORS = [
     ({"tables": "lm_haed.weight"}, r"matches no parameter.*did you mean \['lm_head.weight'"),
     ({"tables": ["lm_head.weight", "nothing*"]}, r"'nothing\*' matches no parameter"),
-    ({"tables": nn.Embedding(V, H)}, "Embedding that holds no matrix"),
-    ({"tables": torch.zeros(V, H)}, "Tensor that holds no parameter"),
+    ({"tables": nn.Embedding(V, H)}, "Embedding, which matches no"),
+    ({"tables": torch.zeros(V, H)}, "Tensor, which matches no"),
     ({"tables": "*norm*"}, r"matches '.*norm.*' of shape \[16\], which is not a matrix"),
     ({"tables": "lm_head.weight", "couple": "input"}, "couple='input' cannot be combined"),
     ({"couple": "inputs"}, "Invalid couple value: 'inputs'"),
@@ -46,7 +46,7 @@ ERRORS = [
     ({"embeddings": "wte.weight"}, r"Invalid embeddings value: 'wte.weight' .*tables="),
     ({"embeddings": {"beta": 0}}, r"embeddings={'beta': 0}: beta is none of .*'betas'"),
     ({"exclude": ["lm_haed.weight"]}, r"exclude='lm_haed.weight' .*\['lm_head.weight'"),
-    ({"exclude": nn.Linear(2, 2)}, "exclude contains a Linear that holds no parameter"),
+    ({"exclude": nn.Linear(2, 2)}, "exclude=a Linear, which matches no"),
     ({"tables": "model.embed_tokens.weight", "head_lr": 0.1}, "head_lr=0.1, but no output"),
 ]
 

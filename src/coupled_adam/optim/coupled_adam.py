@@ -282,9 +282,7 @@ class CoupledAdam(torch.optim.Adam):
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 assert p.grad is not None
-                factor = unscale.to(p.device)
-                # Several elements of an expanded gradient share memory.
-                p.grad = p.grad * factor if 0 in p.grad.stride() else p.grad.mul_(factor)
+                p.grad.mul_(unscale.to(p.device))
         return loss
 
     def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:

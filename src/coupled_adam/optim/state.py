@@ -248,7 +248,10 @@ def _refuse_capture(p: Tensor) -> None:
     """Raise RuntimeError if a CUDA graph is captured: each replay would make the state anew."""
     # Fake tensors may be on a GPU where there is none, and nothing to ask.
     if p.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a first step cannot be captured in a CUDA graph: take a step before")
+        raise RuntimeError(
+            "a first step makes the state, which no CUDA graph may do: take a step before the "
+            "capture"
+        )
 
 
 def _warn_of_rows_without_gradient(group: Group, index: int) -> None:

@@ -556,22 +556,33 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **ROTARY,
         **_steps(2400),
     ),
-    "one_pass": _rules(dict.fromkeys(LEANS, (3, 4, 5)), **_steps(2400)),
+    "one_pass": _rules(
+        {**dict.fromkeys(LEANS, (3, 4, 5)), "plain delayed": (3, 4, 5, 6)}, **_steps(2400)
+    ),
     # With exact sums of the plain gradient these settings have results as betas_longer, batch_16k
     # and batch_64k.
     "one_pass_longer": _rules(
-        {**dict.fromkeys(DELAYED, (0, 1, 2)), "ember free": (1, 2, 3)}, **_steps(9768)
+        {
+            **dict.fromkeys(DELAYED, (0, 1, 2)),
+            "ember free": (1, 2, 3),
+            "adafactor free": (2, 3, 4),
+        },
+        **_steps(9768),
     ),
     "one_pass_16k": _rules(
-        {**dict.fromkeys(DELAYED, (5, 7, 9)), "ember free": (5, 7, 9)}, **_batch(256, 300)
+        {
+            **dict.fromkeys(DELAYED, (5, 7, 9)),
+            **dict.fromkeys(("ember free", "adafactor free"), (7, 8, 9)),
+        },
+        **_batch(256, 300),
     ),
-    "one_pass_64k": {
-        **_rules(
-            {**dict.fromkeys(DELAYED, (5, 6, 7, 8, 9)), "ember free": (5, 7, 9)},
-            **_batch(1024, 75),
-        ),
-        **_betas(_at_rates((("adamw", (0.0, 0.999)),), (5, 7)), **_batch(1024, 75)),
-    },
+    "one_pass_64k": _rules(
+        {
+            **dict.fromkeys(DELAYED, (5, 6, 7, 8, 9)),
+            **dict.fromkeys(("ember free", "adafactor free"), (7, 8, 9)),
+        },
+        **_batch(1024, 75),
+    ),
     # AdamW with zero-sum updates, "centered", is among the peers.
     "zero_sum": _rules(
         {
@@ -598,7 +609,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         )
     },
     "table_rules": _rules(
-        dict.fromkeys(("adafactor free", "balanced free", "balanced 0 free"), (3, 5, 7)),
+        {
+            "adafactor free": (5, 7, 9),
+            **dict.fromkeys(("balanced free", "balanced 0 free"), (3, 5, 7)),
+        },
         **_steps(2400),
     ),
     "settings": _settings(),

@@ -35,9 +35,12 @@ ADAMW_BEST = Line("AdamW, 0, 0.99", "betas", "adamw 0 0.99 n=5")
 A_BEST = Line("a = 0.75, 0, 0.99", "betas", "a=0.75 0 0.99 n=4")
 AFTER_20M = (
     Line("AdamW, 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"),
+    Line("AdamW, 0.9, 0.95 (five seeds)", "betas_longer", "adamw 0.9 0.95 n=0"),
     Line("AdamW, 0, 0.99", "betas_longer", "adamw 0 0.99 n=1"),
     Line("AdamW, 0.9, 0.999", "betas_longer", "adamw 0.9 0.999 n=1"),
     Line("a = 0.75, 0, 0.99", "betas_longer", "a=0.75 0 0.99 n=2"),
+    Line("LEAN", "one_pass_longer", "plain delayed n=1"),
+    Line("Ember", "one_pass_longer", "ember free n=2"),
 )
 """After 20M tokens: the AdamW that all others are tested against, and these others."""
 
@@ -54,7 +57,7 @@ def headline() -> list[Comparison]:
         if tokens == "4.9M":
             rows += [(line, ADAMW_BEST) for line in (adamw, coupled, half, A_BEST)]
         if tokens == "20M":
-            rows += [(line, AFTER_20M[0]) for line in AFTER_20M[1:]]
+            rows += [(line, AFTER_20M[0]) for line in (coupled, *AFTER_20M[1:])]
         family += [Comparison(tokens, *row) for row in rows]
     return family
 

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -330,13 +330,12 @@ def _switching() -> Table:
     return table([[BASE[0], *lines, BASE[1]]], measures)
 
 
-def _betas(question: str) -> Table:
+def _betas(lines: Iterable[Line]) -> Table:
     """AdamW at its best betas, followed by everything else that has runs, by loss.
 
     Of each rule at several rates only one is shown: the rate with the most seeds, which validation
     has chosen, or else the best on validation.
     """
-    lines = [between(question, name) for name in QUESTIONS[question]]
     lines = sorted(
         (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
     )
@@ -350,6 +349,41 @@ def _betas(question: str) -> Table:
     measures = ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank", "men")
     return table([rows], measures)
 
+
+PEERS = {
+    "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
+    "LEAN": ("one_pass", "plain delayed"),
+    "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
+    "Ember": ("zero_sum", "ember free"),
+    "Adafactor": ("table_rules", "adafactor free"),
+    "DeepSeek-V4.1's": ("table_rules", "balanced free"),
+    "DeepSeek-V4.1's without momentum": ("table_rules", "balanced 0 free"),
+    "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
+    "a moment for each row": ("peers", "row_moment 0 0.99"),
+    "a moment for each row, beta2 0.999": ("peers", "row_moment 0 0.999"),
+    "columns of norm 1": ("peers", "columns 0 0.95"),
+    "columns, momentum 0.9": ("peers", "columns 0.9 0.95"),
+    "rows of norm 1": ("peers", "rows 0 0.95"),
+    "rows, momentum 0.9": ("peers", "rows 0.9 0.95"),
+    "matrix of norm 1": ("peers", "matrix 0 0.95"),
+    "matrix, momentum 0.9": ("peers", "matrix 0.9 0.95"),
+    "signs, momentum 0.9": ("peers", "sign 0.9 0.95"),
+    "Lion": ("peers", "lion 0.9 0.99"),
+}
+"""Optimizers with little state, and rivals: the question and the name of their runs without n."""
+
+
+def _peers() -> Table:
+    """All of :data:`PEERS`, each at one of its rates."""
+    return _betas(
+        Line(f"{label}, n = {name.rpartition('=')[2]}", question, name)
+        for label, (question, rule) in PEERS.items()
+        for name in results(question)
+        if name.rpartition(" n=")[0] == rule
+    )
+
+
+WIDTHS = {f"H = {width}": ("width", f"H={width} lean 0 0.99") for width in (32, 64, 128)}
 
 TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The runs whose gradients ``movement`` gives to all rules."""
@@ -468,15 +502,12 @@ TABLES: dict[str, Callable[[], Table]] = {
     "scale": _scale,
     "learning_rate": _learning_rate,
     **{
-        question: partial(_betas, question)
-        for question in (
-            "betas",
-            "batch_16k",
-            "betas_longer",
-            "betas_untied",
-            "peers",
-        )
+        question: partial(_betas, [between(question, name) for name in QUESTIONS[question]])
+        for question in ("betas", "batch_16k", "betas_longer", "betas_untied")
     },
+    "peers": _peers,
+    "peers_by_rate": partial(_by_factor, "embeddings", PEERS),
+    "width": partial(_by_factor, "LEAN", WIDTHS),
     **{question: partial(_versions, question) for question in ONE_PASS},
     **{question: partial(_zero_sum, question) for question in ZERO_SUM},
     "movement": _movement,

@@ -24,9 +24,12 @@ ELSEWHERE = {
     ("20M", "Coupled Adam, 0.9, 0.95"): ("paper_ratio", "coupled n=0"),
     ("20M", "a = 0.5, 0.9, 0.95"): ("paper_ratio", "a=0.5 n=2"),
     ("20M", "AdamW, 0, 0.999"): ("betas_longer", "adamw 0 0.999 n=1"),
+    ("20M", "AdamW, 0.9, 0.95 (five seeds)"): ("betas_longer", "adamw 0.9 0.95 n=0"),
     ("20M", "AdamW, 0, 0.99"): ("betas_longer", "adamw 0 0.99 n=1"),
     ("20M", "AdamW, 0.9, 0.999"): ("betas_longer", "adamw 0.9 0.999 n=1"),
     ("20M", "a = 0.75, 0, 0.99"): ("betas_longer", "a=0.75 0 0.99 n=2"),
+    ("20M", "LEAN"): ("one_pass_longer", "plain delayed n=1"),
+    ("20M", "Ember"): ("one_pass_longer", "ember free n=2"),
 }
 CHOSEN = {
     "betas": (
@@ -144,9 +147,31 @@ ONE_PASS = {
 }
 
 
-@pytest.mark.parametrize("table", [*ONE_PASS, "zero_sum", "zero_sum_untied"])
+PEERS = {
+    "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
+    "LEAN": ("one_pass", "plain delayed"),
+    "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
+    "Ember": ("zero_sum", "ember free"),
+    "Adafactor": ("table_rules", "adafactor free"),
+    "DeepSeek-V4.1's": ("table_rules", "balanced free"),
+    "DeepSeek-V4.1's without momentum": ("table_rules", "balanced 0 free"),
+    "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
+    "a moment for each row": ("peers", "row_moment 0 0.99"),
+    "a moment for each row, beta2 0.999": ("peers", "row_moment 0 0.999"),
+    "columns of norm 1": ("peers", "columns 0 0.95"),
+    "columns, momentum 0.9": ("peers", "columns 0.9 0.95"),
+    "rows of norm 1": ("peers", "rows 0 0.95"),
+    "rows, momentum 0.9": ("peers", "rows 0.9 0.95"),
+    "matrix of norm 1": ("peers", "matrix 0 0.95"),
+    "matrix, momentum 0.9": ("peers", "matrix 0.9 0.95"),
+    "signs, momentum 0.9": ("peers", "sign 0.9 0.95"),
+    "Lion": ("peers", "lion 0.9 0.99"),
+}
+
+
+@pytest.mark.parametrize("table", [*ONE_PASS, "zero_sum", "zero_sum_untied", "peers_by_rate"])
 def test_by_factor(table):
-    """Each cell of the tables of LEAN's versions and of zero-sum updates; none is left out."""
+    """Each cell of the tables by rate; none is left out."""
     before = ONE_PASS.get(table, "betas_untied" if table == "zero_sum_untied" else "betas")
     header, _, *lines = rows(table)
     here = {
@@ -163,6 +188,10 @@ def test_by_factor(table):
     here |= {
         f"{kind}, delayed": (table, f"{kind} delayed") for kind in ("plain", "half", "weighted")
     }
+    if table == "peers_by_rate":
+        here = PEERS
+    elif table == "width":
+        here = {f"H = {h}": ("width", f"H={h} lean 0 0.99") for h in (32, 64, 128)}
     for label, *cells in lines:
         question, rule = here[label]
         for factor, cell in zip(header[1:], cells):
@@ -314,11 +343,27 @@ def test_64k_tokens_in_a_step():
 
 
 def test_peers():
+    """Each rule at the rate with the most seeds, or else the lowest loss on validation."""
     header, _, *lines = rows("peers")
+    losses = []
     for line in lines:
-        seeds = runs("peers", line[0].replace(", n = ", " n="))
+        question, rule = PEERS[line[0].rpartition(", n = ")[0]]
+        name = f"{rule} n={line[0].rpartition(' ')[2]}"
+        seeds = runs(question, name)
         assert int(line[-1]) == len(seeds)
         check_columns(header, line, seeds, COLUMNS)
+        tried = {
+            other: valid(question, other)
+            for other in results(question)
+            if other.rpartition(" n=")[0] == rule
+        }
+        best = min(tried, key=lambda other: (-len(tried[other]), np.mean([*tried[other].values()])))
+        assert name == best
+        losses.append(np.mean([*valid(question, name).values()]))
+    assert losses[1:] == sorted(losses[1:])
+    # What has a result is on the page.
+    of_peers = {name.rpartition(" n=")[0] for name in results("peers")}
+    assert of_peers == {rule for question, rule in PEERS.values() if question == "peers"}
 
 
 def test_readme():

@@ -29,7 +29,6 @@ from token_models import (
     Translator,
     Transposed,
     V,
-    bert,
     gpt2,
     llama,
     stablelm,
@@ -132,16 +131,6 @@ class HeadOfItsOwn(transformers.PreTrainedModel):
         return None
 
 
-class GettersWithArguments(Bert):
-    """They are something else."""
-
-    def get_input_embeddings(self, ids):
-        return self.tok(ids)
-
-    def get_output_embeddings(self, *, of):
-        raise AssertionError
-
-
 class HeadByColumns(Bert):
     """Its getter returns a hand-written head whose weight is [H, V]."""
 
@@ -173,24 +162,16 @@ AS_WIDE = {"num_key_value_heads": 2, "head_dim": V // 2}  # keys with V rows
 VOCABULARIES = {"src_vocab_size": 8000, "tgt_vocab_size": 32000}
 FOUND = {  # without a word
     "gpt2": (gpt2, GPT2),
-    "gpt2, untied": (lambda: gpt2(tie_word_embeddings=False), f"{GPT2} {GPT2_HEAD}"),
-    "gpt2 in a wrapper": (lambda: nn.ModuleDict({"inner": gpt2()}), f"inner.{GPT2}"),
     "gpt2 without head": (lambda: gpt2().transformer, "wte.weight"),
     "llama": (llama, LLAMA),
-    "llama, tied": (lambda: llama(tie_word_embeddings=True), LLAMA.split()[0]),
-    "stablelm": (stablelm, LLAMA),
-    "bert": (bert, "bert.embeddings.word_embeddings.weight"),
     "t5": (t5, "shared.weight"),
     # layers with as many rows or columns as there are tokens
     "gpt2, V = H": (lambda: gpt2(vocab_size=H), GPT2),
-    "gpt2, V = F": (lambda: gpt2(n_inner=V), GPT2),
-    "gpt2, V = 3 H": (lambda: gpt2(vocab_size=3 * H), GPT2),
     "gpt2 untied, V = 4 H": (
         lambda: gpt2(vocab_size=4 * H, tie_word_embeddings=False),
         f"{GPT2} {GPT2_HEAD}",
     ),
     "llama, V = KV": (lambda: llama(**AS_WIDE), LLAMA),
-    "llama without head, V = KV": (lambda: llama(**AS_WIDE).model, "embed_tokens.weight"),
     "stablelm, V = H": (lambda: stablelm(hidden_size=V), LLAMA),
     # by hand
     "two vocabularies": (
@@ -219,7 +200,6 @@ FOUND = {  # without a word
         lambda: HeadOfItsOwn(llama().config),
         "model.embed_tokens.weight predict.weight",
     ),
-    "getters with arguments": (GettersWithArguments, "tok.weight mlm.0.weight"),
     "a head by columns": (HeadByColumns, "tok.weight unembed.weight"),
     "a projection of images": (Projection, ""),
 }
@@ -368,25 +348,6 @@ def test_a_head_stored_by_columns(options):
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "by_rows", "by_columns"),
-    [
-        (HeadByColumns, {}, ["tok.weight"], ["unembed.weight"]),
-        (
-            lambda: nn.Sequential(nn.Linear(V, H), nn.Linear(H, V)),
-            {"tables": {"0.weight": 1, "1.weight": 0}},
-            ["1.weight"],
-            ["0.weight"],
-        ),
-    ],
-    ids=["from a getter", "one-hot"],
-)
-def test_which_dimension(build, options, by_rows, by_columns):
-    groups = param_groups(build(), **options)
-    dims = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
-    assert dims == {**dict.fromkeys(by_rows, 0), **dict.fromkeys(by_columns, 1)}
-
-
-@pytest.mark.parametrize(
     ("couple", "names"), [("both", LLAMA), ("input", LLAMA.split()[0]), ("output", GPT2_HEAD)]
 )
 def test_couple_of_an_untied_model(couple, names):
@@ -457,11 +418,3 @@ def test_wrapped_models(build, wrapper):
         dist.destroy_process_group()
     wrappers = r"_orig_mod\.|^module\.|_checkpoint_wrapped_module\."
     assert {re.sub(wrappers, "", name) for name in found} == expected
-
-
-def test_frozen_parameters_are_left_out():
-    model = llama()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    names = {name for group in param_groups(model) for name in group["param_names"]}
-    assert "model.embed_tokens.weight" not in names
-    assert {*embedding_parameters(model)} == {"lm_head.weight"}

@@ -3,7 +3,6 @@
 The same file is the program of each rank.
 """
 
-import collections
 import copy
 import pickle
 import tempfile
@@ -120,22 +119,6 @@ def test_saved_in_the_middle(through, tmp_path):
     assert_same_parameters(whole, cut)
 
 
-def test_loading_in_bfloat16_keeps_the_second_moment():
-    """And a checkpoint of AdamW beside Muon is averaged."""
-    model = decoder().bfloat16()
-    optimizer = MuonWithCoupledAdam(model)
-    train(model, optimizer, range(2))
-    saved = optimizer.state_dict()
-    rows = copy.deepcopy(saved)
-    index = next(g["params"][0] for g in saved["param_groups"] if g.get("coupled"))
-    rows["state"][index]["exp_avg_sq"] = torch.stack([torch.full((H,), 2.0)] * V)
-    optimizer.load_state_dict(rows)
-    p = model.embed.weight
-    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.full((H,), 2.0))
-    optimizer.load_state_dict(saved)
-    assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
-
-
 def test_what_does_not_fit_changes_nothing():
     model = decoder()
     optimizer = MuonWithCoupledAdam(model)
@@ -184,21 +167,6 @@ def test_a_group_added_later():
     torch.testing.assert_close(extra.detach(), torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"more than one parameter group"):
         optimizer.add_param_group({"params": [("first", model.block[0].weight)]})
-
-
-def test_state_that_is_assigned():
-    """An idiom for resets: the updates begin anew, and checkpoints have what they leave."""
-    model, other = decoder(), decoder()
-    optimizer = MuonWithCoupledAdam(model)
-    train(model, optimizer, range(2))
-    other.load_state_dict(model.state_dict())
-    optimizer.state = collections.defaultdict(dict)
-    train(model, optimizer, range(2, 4))
-    train(other, MuonWithCoupledAdam(other), range(2, 4))
-    assert_same_parameters(model, other)
-    saved = optimizer.state_dict()["state"]
-    assert len(saved) == len([*model.parameters()])
-    assert {int(state["step"]) for state in saved.values() if "step" in state} == {2}
 
 
 def test_groups_that_are_assigned():

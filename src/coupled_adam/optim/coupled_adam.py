@@ -219,7 +219,7 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Collect a group's tensors and create missing states.
+        """Collect a group's tensors, of a coupled one the first two lists; create missing states.
 
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
@@ -232,16 +232,9 @@ class CoupledAdam(torch.optim.Adam):
             if p.grad is None:
                 continue
             check_parameter(group, index)
-            state = self.state[p]
-            fit_state(group, index, state)
+            fit_state(group, index, self.state[p])
             params_with_grad.append(p)
             grads.append(p.grad)
-            exp_avg_sqs.append(state["exp_avg_sq"])
-            state_steps.append(state["step"])
-            if "exp_avg" in state:
-                exp_avgs.append(state["exp_avg"])
-            if group["amsgrad"]:
-                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
         return False  # check_parameter has refused complex parameters
 
     @_use_grad_for_differentiable
@@ -352,38 +345,20 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         self._pending.finish()
-        moments: dict[Tensor, dict[str, Tensor]] = {}
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
-
-        def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            adapted, second_moments = from_adam(self.param_groups, loaded)
-            moments.update(second_moments)
-            return adapted
-
-        def restore(_: torch.optim.Optimizer) -> None:
-            for group, shards in zip(self.param_groups, flat_shards):
-                if shards is not None:
-                    group["flat_shards"] = shards  # these are not saved
-            for p, second_moments in moments.items():
-                # torch has cast every state to its parameter's dtype, which would reduce the
-                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
-                # was saved with. Put back the former, and give exp_avg the parameter's strides.
-                self.state[p].update(second_moments)
-                exp_avg = self.state[p].get("exp_avg")
-                if exp_avg is not None and exp_avg.stride() != p.stride():
-                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
-
-        # As the last pre-hook and the first post-hook, so that the user's hooks see what they
-        # would see in torch.
-        hooks = (
-            self.register_load_state_dict_pre_hook(adapt),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        adapted, moments = from_adam(self.param_groups, state_dict)
+        super().load_state_dict(adapted)
+        for group, shards in zip(self.param_groups, flat_shards):
+            if shards is not None:
+                group["flat_shards"] = shards  # these are not saved
+        for p, second_moments in moments.items():
+            # torch has cast every state to its parameter's dtype, which would reduce the moments
+            # [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg was saved
+            # with. Put back the former, and give exp_avg the parameter's strides.
+            self.state[p].update(second_moments)
+            exp_avg = self.state[p].get("exp_avg")
+            if exp_avg is not None and exp_avg.stride() != p.stride():
+                self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):

@@ -44,10 +44,7 @@ class ModelMatrix:
     """A parameter with two dimensions.
 
     Attributes:
-        name: its name in the model.
-        parameter: the parameter itself.
-        holders: the modules that hold it; two or more for a tied matrix, none if only the parameter
-            is known.
+        holders: the modules that hold it, two or more if it is tied; empty if they are not known.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
     """
@@ -482,16 +479,14 @@ def matrices_of_size(
         A dict from each of them to the dimension that indexes tokens.
 
     Raises:
-        ValueError: if there is none of a size, or if hidden layers must be among them: more than
-            two without names, or some with V rows and others with V columns beside them.
+        ValueError: if there is none of a size, or more than a table and a head.
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     possible = [m for m in matrices if m.may_embed_tokens and not m.in_block]
     vocab_dims: dict[Tensor, int] = {}
     for n in sorted(_given_sizes(vocab_size)):
         dims = {m: int(m.shape[0] != n) for m in possible if n in m.shape}
-        has_names = not any(m.name.startswith("parameter ") for m in dims)
-        if not dims or (len(dims) > 2 and not (has_names and len({*dims.values()}) == 1)):
+        if not 1 <= len(dims) <= 2:
             raise ValueError(
                 f"vocab_size={n}: matrices that may embed tokens and have this size: "
                 f"{listed([*dims]) or 'none'}. Pass the model, or model.named_parameters(), or put "

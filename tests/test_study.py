@@ -8,7 +8,6 @@ import operator
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from study import experts, figures, masked_lm, rows, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
@@ -18,9 +17,7 @@ from study.head import FAST
 from study.peers import RULES, peer
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
-from study.switching import couple, not_yet_coupled
 
-from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
@@ -139,37 +136,6 @@ def test_recentering_preserves_the_function(base):
     recenter(model)
     assert output_embeddings(model).mean(0).abs().max() < 1e-15
     torch.testing.assert_close(sequence_losses(model, blocks), before, rtol=1e-12, atol=0)
-
-
-def test_switching_keeps_the_optimizers_state(base):
-    """AdamW bit for bit before, with its state afterwards."""
-
-    def trained(build):
-        torch.manual_seed(0)
-        model = build_model(base)
-        optimizer = build(model)
-        for _ in range(3):
-            sequence_losses(model, torch.randint(300, (3, 17))).mean().backward()
-            optimizer.step()
-        return model, optimizer
-
-    expected, adamw = trained(lambda model: base.arm("adamw").optimizer(model, base.training))
-    model, switched = trained(lambda model: not_yet_coupled(model, base, "adamw"))
-    couple(model, switched)
-    assert isinstance(switched, CoupledAdamW)
-    for p, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, theirs)
-        ours, before = switched.state[p], adamw.state[theirs]
-        assert torch.equal(ours["exp_avg"], before["exp_avg"])
-        assert ours["step"] == 3
-        moment = before["exp_avg_sq"]
-        if p is output_embeddings(model):
-            moment = moment.mean(0)
-        torch.testing.assert_close(ours["exp_avg_sq"], moment)
-    flags = {n: g["coupled"] for g in switched.param_groups for n in g["param_names"]}
-    assert [name for name, coupled in flags.items() if coupled] == ["transformer.wte.weight"]
-    couple(model, switched)  # on a resumed run: nothing more to do
-    assert switched.state[output_embeddings(model)]["exp_avg_sq"].shape == (8,)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -350,16 +316,6 @@ def probabilities(random):
     return probability / probability.sum()
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0])
-def test_a_fit_of_noisy_moments(exponent):
-    """Noise of every size, as from rare events, leaves proportionality as it is."""
-    random = np.random.default_rng(0)
-    probability = probabilities(random)
-    moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
-    fitted = second_moment_fit(probability, moment)["exponent"]
-    assert fitted == pytest.approx(exponent, abs=0.05)
-
-
 def test_a_fit_of_exact_moments():
     probability = probabilities(np.random.default_rng(0))
     exact = second_moment_fit(probability, 3e-3 * probability)
@@ -415,36 +371,6 @@ def test_pictures_show_the_results(draw):
     figure = draw()
     assert all(ax.has_data() for ax in figure.axes)
     assert (figures.IMAGES / f"{draw.__name__}.png").exists()
-
-
-def table_of(monkeypatch, runs, groups, measures, **options):
-    """The lines of a table of made-up runs: by name, a dict of results for each seed from 1."""
-    committed = {"environment": {"git_commit": "abc"}}
-    found = {
-        name: {"seeds": {str(seed): {**committed, **run} for seed, run in enumerate(seeds, 1)}}
-        for name, seeds in runs.items()
-    }
-    monkeypatch.setattr(rows, "results", lambda question: found)
-    named = [[rows.Line(name.upper(), "", name) for name in group] for group in groups]
-    return rows.table(named, measures, **options).markdown().splitlines()
-
-
-def test_a_table(monkeypatch):
-    """Bold by the t-test, with the first of a group; a run that diverged is no number."""
-    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.0, None, 1.2]}
-    runs = {
-        name: [{"diverged_at": 7} if loss is None else {"test_loss": loss} for loss in losses]
-        for name, losses in seeds.items()
-    }
-    groups = [["one", "two"], ["one", "two", "three"]]
-    paired = stats.ttest_rel(seeds["two"], seeds["one"], alternative="less").pvalue
-    assert table_of(monkeypatch, runs, groups, ["test_loss"])[2:] == [
-        "| ONE | _2.1 (1)_ |  |  | 3 |",
-        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
-        "| ONE | 2.1 (1) |  |  | 3 |",
-        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
-        "| THREE | 1 of 3 diverged |  |  | 3 |",
-    ]
 
 
 def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):

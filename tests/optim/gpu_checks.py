@@ -6,11 +6,8 @@ a CPU, those of ``CHECKS`` run as well.
 
 import copy
 import functools
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
@@ -179,30 +176,6 @@ def compiled(device, options):
     assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
-def sharded(device, options):
-    """By FSDP2 on one rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        try:
-            ours, theirs = model(device=device), model(device=device)
-            fully_shard(ours)
-            optimizer, control = (optimizer_of_model(x, **options) for x in (ours, theirs))
-            ids = torch.arange(64, device=device)
-            for _ in range(3):
-                for network, one in ((ours, optimizer), (theirs, control)):
-                    one.zero_grad()
-                    nn.functional.cross_entropy(network(ids), ids).backward()
-                    one.step()
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
-        finally:
-            dist.destroy_process_group()
-
-
 def more_than_2_to_the_31_elements(device):
     """The last rows, which lie beyond; nu, which is of all rows."""
     rows, columns = 2**31 // 4096 + 64, 4096
@@ -265,7 +238,6 @@ CHECKS = {
     **_named("as the oracle", as_the_oracle, _options(CASES, CASES)),
     **_named("steps of a model", steps_as_on_a_cpu, _options(EAGER, STEPS)),
     **_named("GradScaler", grad_scaler, SCALED),
-    **_named("FSDP2 on one rank", sharded, _options(("default", "LEAN"), STEPS)),
 }
 """What can be checked on any device; each function takes its name."""
 

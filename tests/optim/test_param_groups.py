@@ -135,16 +135,6 @@ def test_lean_keeps_no_matrix():
     assert all((group["betas"], group["lr"]) == ((0.9, 0.95), 1e-3) for group in others)
 
 
-def test_a_factor_in_groups_by_hand():
-    """As frameworks pass them on from YAML, and in a group that is added later."""
-    tables = [nn.Parameter(torch.zeros(V, H)) for _ in range(2)]
-    groups = [{"params": [table], "coupled": True, "lr_factor": 3} for table in tables]
-    optimizer = CoupledAdamW(groups[:1], lr=0.1)
-    optimizer.param_groups[0]["lr"] = 7.0  # as a schedule does
-    optimizer.add_param_group(groups[1])
-    assert [group["lr"] for group in optimizer.param_groups] == [7.0, pytest.approx(0.3)]
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -237,25 +227,6 @@ def test_from_groups(cls):
         (10.0, *lean),
     ]
     assert not any("lr_factor" in group for group in optimizer.param_groups)
-
-
-@pytest.mark.parametrize("build", [gpt2, llama])
-def test_a_plain_list_of_a_models_parameters(build):
-    """It couples what param_groups finds, and trains to the same bits."""
-    models = build(), build()
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = (
-        CoupledAdamW(param_groups(models[0], weight_decay=0.0)),
-        CoupledAdamW(models[1].parameters(), weight_decay=0.0, vocab_size=V),
-    )
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers):
-            torch.manual_seed(0)
-            for p in model.parameters():
-                p.grad = torch.randn_like(p)
-            optimizer.step()
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
-        assert torch.equal(p, q), name
 
 
 def test_several_vocabularies_from_a_plain_list():

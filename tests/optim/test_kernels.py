@@ -112,7 +112,7 @@ def test_native_is_built():
 
 @built
 def test_native_without_openmp():
-    """Where no OpenMP is loaded it starts threads itself: the same numbers."""
+    """Where no OpenMP is loaded it takes one thread: the same numbers."""
     names = [f"{name}:{kind.__name__}" for name, kind in native._Record._fields_]
     program = """
 import ctypes, sys

@@ -424,9 +424,11 @@ def _matrix(
     moments = [state.get(name) for name in names]
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
-    if type(parameter) not in sharded.PLAIN:
+    if sharded.is_dtensor(parameter):
         local = sharded.to_local
-        param, grad = local(parameter), local(sharded.placed_as(grad, parameter))
+        if not sharded.is_laid_out(grad, parameter, None):  # as backward may leave it
+            grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        param, grad = local(parameter), local(grad)
         moments = [None if x is None else local(x) for x in moments]
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)

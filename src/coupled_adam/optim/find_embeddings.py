@@ -8,13 +8,13 @@ import difflib
 import fnmatch
 import itertools
 import math
-import operator
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -219,19 +219,11 @@ def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
 
 
 def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
-    """The sizes in ``vocab_size``; none for None.
-
-    Raises:
-        ValueError: if one is no positive integer.
-    """
+    """The sizes in ``vocab_size``; none for None. ValueError if one is no positive integer."""
     if vocab_size is None:
         return set()
-    try:
-        several = vocab_size if isinstance(vocab_size, Iterable) else [vocab_size]
-        sizes = {operator.index(n) for n in several}  # numpy's integers, too
-    except TypeError:
-        sizes = set()
-    if not sizes or min(sizes) <= 0:
+    sizes = {*vocab_size} if isinstance(vocab_size, Iterable) else {vocab_size}
+    if not sizes or not all(isinstance(n, Integral) and n > 0 for n in sizes):
         raise ValueError(
             f"Invalid vocab_size value: {vocab_size!r} (must be one or several positive integers)"
         )

@@ -235,9 +235,7 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
         )
     if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
         return
-    if not (
-        sharded.same_layout(p, value) if dim is None else sharded.moment_is_placed(value, p, dim)
-    ):
+    if not sharded.is_laid_out(value, p, dim):
         raise RuntimeError(
             f"{describe(group, index)} is a {layout_of(p)}, but its state is laid out differently: "
             f"{name} is a {layout_of(value)}. {HOW_TO_LOAD}"

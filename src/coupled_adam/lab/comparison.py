@@ -144,8 +144,10 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
         is_used = not all(path.name.startswith(".") for path in out.iterdir())
-    advice = f"holds no {kind} to resume" if resume else "exists: continue it with --resume"
-    require(not is_used, f"--out {out} {advice}, or choose another folder")
+    problem = "exists: continue it with --resume, or choose another folder"
+    if resume:
+        problem = f"holds no {kind} to resume: choose another folder"
+    require(not is_used, f"--out {out} {problem}")
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:

@@ -56,14 +56,11 @@ def can_repair(source: Path, config: Mapping[str, Any]) -> bool:
 def can_recenter(config: Mapping[str, Any], role: str) -> bool:
     """Whether removing the mean from a matrix of this role leaves the predictions as they are.
 
-    Capped logits are not shifted alike. What is taken from a tied matrix, something on the input
-    side must give back: only GPT-2 has positions that can.
+    Capped logits are not shifted alike, and a tied matrix is the input as well.
     """
     # Models with images have the values of the text in a part.
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    is_capped = any(part.get(cap) for part in parts for cap in _CAPS)
-    is_shifted = role == "output" or (role == "tied" and config.get("model_type") == "gpt2")
-    return is_shifted and not is_capped
+    return role == "output" and not any(part.get(cap) for part in parts for cap in _CAPS)
 
 
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
@@ -136,14 +133,14 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     moved = {e.role for e in entries if recenter and can_recenter(e.config, e.role)}
     if recenter and not moved:
         raise UsageError(
-            f"{source}: --recenter would change its predictions: it is for output embeddings whose "
-            "logits are not capped and, if they are tied, for GPT-2 alone"
+            f"{source}: --recenter would change its predictions: it is for output embeddings that "
+            "are not tied, and whose logits are not capped"
         )
     reports = []
     for entry in entries:
         with refused(f"{source}: "):
             rows = _repair_rows(entry)
-        removed = _recenter(entry, model) if entry.role in moved else None
+        removed = _recenter(entry.matrix) if entry.role in moved else None
         reports.append(RepairedMatrix(entry.role, rows, removed))
     out.parent.mkdir(parents=True, exist_ok=True)
     if model is None:
@@ -224,15 +221,9 @@ def padding_row(entry: EmbeddingMatrix) -> int | None:
     return row if isinstance(row, int) and 0 <= row < len(entry.matrix) else None
 
 
-def _recenter(entry: EmbeddingMatrix, model: Any) -> float:
+def _recenter(matrix: Tensor) -> float:
     """Subtract the mean in place, and return its norm."""
-    matrix = entry.matrix
     mean = geometry.mean_and_norms(matrix)[0]
-    # What is taken from each tied input embedding, each of GPT-2's positions gives back.
-    changed = [(matrix, -mean)]
-    if entry.role == "tied":
-        changed.append((model.get_submodule("transformer.wpe").weight.detach(), mean))
-    for rows, shift in changed:
-        for chunk in geometry.row_slices(*rows.shape):
-            rows[chunk] = (rows[chunk].double() + shift).to(rows.dtype)
+    for chunk in geometry.row_slices(*matrix.shape):
+        matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)
     return float(mean.norm())

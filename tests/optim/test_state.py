@@ -433,3 +433,13 @@ def test_a_whole_matrix_that_is_flat():
     assert torch.equal(flat.view(V, H), whole)
     optimizers[0].load_state_dict(through_disk(optimizers[0].state_dict()))
     assert optimizers[0].param_groups[0]["flat_shards"] == [FLAT]
+
+
+def test_rows_that_megatron_has_split_are_refused():
+    """The average over this rank's rows would be another one; what has all rows is coupled."""
+    table = nn.Parameter(torch.zeros(40, 16))
+    table.tensor_model_parallel, table.partition_dim = True, 0
+    with pytest.raises(ValueError, match=r"cannot couple .* \[40, 16\].*parallelize_module"):
+        CoupledAdamW([table], coupled=True)
+    table.partition_dim = 1  # all rows are here, of some columns
+    CoupledAdamW([table], coupled=True)

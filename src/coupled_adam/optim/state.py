@@ -64,8 +64,16 @@ def check_group(group: Group) -> None:
             "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
             "amsgrad=False, or leave these two out"
         )
-    for index in range(len(group["params"])):
+    for index, p in enumerate(group["params"]):
         _check_matrix(group, index)
+        # Megatron's mark of a parameter that it has split, and of the dimension it has split.
+        is_split = getattr(p, "tensor_model_parallel", False)
+        if is_split and getattr(p, "partition_dim", None) != 1 - group["vocab_dim"]:
+            raise ValueError(
+                f"cannot couple {describe(group, index)}: by its tensor_model_parallel=True this "
+                "rank holds only a part of the vocabulary, but coupling averages over all of it. "
+                "Make it a DTensor (torch.distributed.tensor.parallel.parallelize_module)"
+            )
 
 
 def check_parameter(group: Group, index: int) -> None:

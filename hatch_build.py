@@ -18,7 +18,6 @@ FLAGS = [
     "-O3",
     "-fPIC",
     "-shared",
-    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",

@@ -4,15 +4,11 @@ import dataclasses
 import functools
 import json
 import operator
-from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
-import study.run
 import torch
-from safetensors.torch import load_file
-from scipy import stats
-from study import experts, figures, masked_lm, muon, referee, rows, tables, toy_example
+from study import experts, figures, masked_lm, rows, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
@@ -21,20 +17,14 @@ from study.head import FAST
 from study.peers import RULES, peer
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
-from study.switching import couple, not_yet_coupled
 
-from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings.measures import LOGGED
-from coupled_adam.errors import PreemptedError, UsageError
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import build_model, output_embeddings
 from coupled_adam.lab.recipe import override, recipe_from
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.checkpoints import Checkpoints
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.lab.training.run import train
 
 SMALL = {
     "model.vocab_size": 300,
@@ -136,72 +126,6 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
         assert 0 <= found["isotropy"] <= 1
 
 
-class InThisProcess(Executor):
-    """Runs what it is given at once: a new process would have other QUESTIONS."""
-
-    def __init__(self, processes, context):
-        super().__init__()
-
-    def submit(self, function, *arguments):
-        future = Future()
-        future.set_result(function(*arguments))
-        return future
-
-
-def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, capsys):
-    """Each run once, with its recipe and commit; a second call has nothing left to do."""
-    entries = {"one": Entry(ADAMW, SMALL), "two n=1": Entry(COUPLED, SMALL)}
-    monkeypatch.setattr(study.run, "QUESTIONS", {"a": entries, "10M": entries})
-    monkeypatch.setattr(study.run.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    for name, value in {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    sets = tmp_path / "sets"
-    sets.mkdir()
-    (sets / "SimLex-999.txt").write_text("near\tclose\tA\t8.5\t2.1\t2.2\t1\t3.0\t1\t0.5\n")
-
-    def command(*arguments):
-        options = ["--text", text_file, "--word-similarity", sets, "--results", tmp_path / "found"]
-        words = ["run", *options, "--out", tmp_path / "runs", *arguments]
-        monkeypatch.setattr("sys.argv", [*map(str, words)])
-        study.run.main()
-        return sorted(capsys.readouterr().out.splitlines())
-
-    assert [line.rpartition(":")[0] for line in command("--only", "two*", "--seeds", 4)] == [
-        "a: two n=1, seed 4"
-    ]
-    assert len(command("--seeds", "4,5", "a")) == 3
-    assert command("--seeds", "4,5") == []
-    found = results("a", tmp_path / "found")
-    assert {name: sorted(entry["seeds"]) for name, entry in found.items()} == {
-        name: ["4", "5"] for name in entries
-    }
-    for name, entry in found.items():
-        expected = recipe_of(entries[name], text_file.name)
-        assert recipe_from(entry["recipe"], name) == expected
-        for run in entry["seeds"].values():
-            assert run["tokens"] == 4 * 4 * 16
-            assert {"test_loss", "seconds", "environment"} <= run.keys()
-    assert results("10M", tmp_path / "found") == {}  # is run only if it is named
-    with pytest.raises(SystemExit):
-        command("10 M")
-    assert "10 M: there are a, 10M" in capsys.readouterr().err
-
-
-def test_help_of_the_toy_example_draws_nothing(monkeypatch):
-    """The picture is a file of the pages."""
-    monkeypatch.setattr("sys.argv", ["toy_example", "--help"])
-    monkeypatch.setattr(toy_example, "write_atomically", lambda *_: pytest.fail("drawn"))
-    with pytest.raises(SystemExit):
-        toy_example.main()
-
-
-def test_divergence_is_a_result(text_file, tmp_path):
-    recipe = override(small(Entry(ADAMW), text_file), {"training.lr": 1e30})
-    corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = Run(recipe, "adamw", 1, tmp_path / "run")
-    assert train_and_evaluate(run, corpus, {}) == {"diverged_at": 3}  # the warmup begins at zero
-
-
 def test_recentering_preserves_the_function(base):
     torch.manual_seed(0)
     model = build_model(base).double()
@@ -212,37 +136,6 @@ def test_recentering_preserves_the_function(base):
     recenter(model)
     assert output_embeddings(model).mean(0).abs().max() < 1e-15
     torch.testing.assert_close(sequence_losses(model, blocks), before, rtol=1e-12, atol=0)
-
-
-def test_switching_keeps_the_optimizers_state(base):
-    """AdamW bit for bit before, with its state afterwards."""
-
-    def trained(build):
-        torch.manual_seed(0)
-        model = build_model(base)
-        optimizer = build(model)
-        for _ in range(3):
-            sequence_losses(model, torch.randint(300, (3, 17))).mean().backward()
-            optimizer.step()
-        return model, optimizer
-
-    expected, adamw = trained(lambda model: base.arm("adamw").optimizer(model, base.training))
-    model, switched = trained(lambda model: not_yet_coupled(model, base, "adamw"))
-    couple(model, switched)
-    assert isinstance(switched, CoupledAdamW)
-    for p, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, theirs)
-        ours, before = switched.state[p], adamw.state[theirs]
-        assert torch.equal(ours["exp_avg"], before["exp_avg"])
-        assert ours["step"] == 3
-        moment = before["exp_avg_sq"]
-        if p is output_embeddings(model):
-            moment = moment.mean(0)
-        torch.testing.assert_close(ours["exp_avg_sq"], moment)
-    flags = {n: g["coupled"] for g in switched.param_groups for n in g["param_names"]}
-    assert [name for name, coupled in flags.items() if coupled] == ["transformer.wte.weight"]
-    couple(model, switched)  # on a resumed run: nothing more to do
-    assert switched.state[output_embeddings(model)]["exp_avg_sq"].shape == (8,)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -301,43 +194,6 @@ def test_bands_of_frequency_double():
     assert (np.diff(bands[np.argsort(-counts)]) >= 0).all()
 
 
-def test_a_question_of_betas_changes_those_of_the_embeddings_alone(base):
-    entry = QUESTIONS["betas"]["a=0.75 0 0.99 n=4"]
-    optimizer = small(entry, "").arm("coupled_adam").optimizer(build_model(base), base.training)
-    betas = {group["coupled"]: group["betas"] for group in optimizer.param_groups}
-    assert betas == {True: (0.0, 0.99), False: (0.9, 0.95)}
-    (group,) = (group for group in optimizer.param_groups if group["coupled"])
-    assert (group["row_exponent"], group["zero_sum"]) == (0.75, True)
-    assert group["lr"] == pytest.approx(4 * base.training.lr)
-
-
-@pytest.mark.filterwarnings("ignore:.*was constructed with coupled=False:UserWarning")
-@pytest.mark.parametrize(
-    "variant",
-    [
-        "switching:RECENTERED_AND_SWITCHED",
-        "muon:MUON_1",
-        "alternatives:RECENTERED_AT_THE_END",
-        "peers:ROW_MOMENT",
-    ],
-)
-def test_variants_are_resumed(text_file, tmp_path, monkeypatch, variant):
-    """From each checkpoint, with the same result: the optimizers' state and options are saved."""
-    entry = Entry(ADAMW, variant=variant)
-    recipe = override(small(entry, text_file), {"training.evaluate_every": 1})
-    corpus = prepare_corpus(recipe, tmp_path / "cache")
-    runs = [Run(recipe, "adamw", 1, tmp_path / name) for name in ("whole", "cut")]
-    train(runs[0], corpus, Execution(log=()))
-    told = iter([False, True, True, False])  # after steps 1, 2; 3; at the end
-    monkeypatch.setattr(Checkpoints, "any_asked_to_stop", lambda _: next(told))
-    for step in (2, 3):
-        with pytest.raises(PreemptedError, match=f"after step {step}"):
-            train(runs[1], corpus, Execution(log=()))
-    train(runs[1], corpus, Execution(log=()))
-    weights = [load_file(run.folder / "model" / "model.safetensors") for run in runs]
-    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
-
-
 UPDATES = {
     "row_moment": lambda g, m, v: m / np.sqrt(v.mean(1, keepdims=True)),
     "sign": lambda g, m, v: np.sign(m),
@@ -382,20 +238,6 @@ def test_peers_update_as_their_papers_say(base, rule, beta1):
         assert torch.equal(p, theirs) == (p is not matrix), name
 
 
-def test_a_variant_is_told_from_others(text_file, tmp_path):
-    """A run is not resumed with another variant, nor evaluated without its own being named."""
-    recipe = small(Entry(ADAMW, variant="alternatives:Z_LOSS"), text_file)
-    corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = Run(recipe, "adamw", 1, tmp_path / "run")
-    train(run, corpus, Execution(log=()))
-    for other in (None, "study.alternatives:SOFT_CAP"):
-        changed = dataclasses.replace(run, recipe=override(recipe, {"variant": other}))
-        with pytest.raises(UsageError, match="holds another run"):
-            train(changed, corpus, Execution(log=()))
-    with pytest.raises(UsageError, match=r"trained with the code of study\.alternatives:Z_LOSS"):
-        evaluate_run(run.folder, corpus)
-
-
 def test_alternatives_are_what_their_papers_say(base, tmp_path):
     torch.manual_seed(0)
     model = build_model(base)
@@ -425,33 +267,6 @@ def test_alternatives_are_what_their_papers_say(base, tmp_path):
     capped.save_pretrained(tmp_path)
     loaded = type(capped).from_pretrained(tmp_path)
     assert torch.equal(loaded(input_ids=ids).logits, capped(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize(("arm", "coupled"), [("adamw", False), ("coupled_adam", True)])
-def test_muon_has_the_hidden_matrices(base, arm, coupled):
-    options = {"row_exponent": 0.5, "zero_sum": True} if coupled else {}
-    arms = {arm: {"optimizer": arm, **options}}
-    recipe = override(base, {"arms": arms, "model.tied": False})
-    model = build_model(recipe)
-    optimizer = muon.with_rates(4, 0.25).build_optimizer(model, recipe, arm)
-    names = [set(group["param_names"]) for group in optimizer.param_groups]
-    assert names[0] == {
-        f"transformer.h.0.{name}.weight"
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-    assert set.union(*names) == set(dict(model.named_parameters()))
-    factors = {
-        name: group["lr"] / recipe.training.lr
-        for group in optimizer.param_groups
-        for name in group["param_names"]
-    }
-    assert factors.pop("lm_head.weight") == 0.25
-    assert factors.pop("transformer.wte.weight") == factors.pop("transformer.wpe.weight") == 4
-    assert set(factors.values()) == {1}
-    flags = [group.get("coupled", False) for group in optimizer.param_groups]
-    assert any(flags) == coupled
-    for group, flag in zip(optimizer.param_groups, flags):
-        assert not flag or options.items() <= group.items()
 
 
 def test_coupled_router_keeps_its_mean(base):
@@ -499,16 +314,6 @@ def probabilities(random):
     probability = random.pareto(1.0, 4096)
     probability[:50] = 0.0
     return probability / probability.sum()
-
-
-@pytest.mark.parametrize("exponent", [0.5, 1.0])
-def test_a_fit_of_noisy_moments(exponent):
-    """Noise of every size, as from rare events, leaves proportionality as it is."""
-    random = np.random.default_rng(0)
-    probability = probabilities(random)
-    moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
-    fitted = second_moment_fit(probability, moment)["exponent"]
-    assert fitted == pytest.approx(exponent, abs=0.05)
 
 
 def test_a_fit_of_exact_moments():
@@ -566,102 +371,6 @@ def test_pictures_show_the_results(draw):
     figure = draw()
     assert all(ax.has_data() for ax in figure.axes)
     assert (figures.IMAGES / f"{draw.__name__}.png").exists()
-
-
-def table_of(monkeypatch, runs, groups, measures, **options):
-    """The lines of a table of made-up runs: by name, a dict of results for each seed from 1."""
-    committed = {"environment": {"git_commit": "abc"}}
-    found = {
-        name: {"seeds": {str(seed): {**committed, **run} for seed, run in enumerate(seeds, 1)}}
-        for name, seeds in runs.items()
-    }
-    monkeypatch.setattr(rows, "results", lambda question: found)
-    named = [[rows.Line(name.upper(), "", name) for name in group] for group in groups]
-    return rows.table(named, measures, **options).markdown().splitlines()
-
-
-def test_a_table(monkeypatch):
-    """Bold by the t-test, with the first of a group; a run that diverged is no number."""
-    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.0, None, 1.2]}
-    runs = {
-        name: [{"diverged_at": 7} if loss is None else {"test_loss": loss} for loss in losses]
-        for name, losses in seeds.items()
-    }
-    groups = [["one", "two"], ["one", "two", "three"]]
-    paired = stats.ttest_rel(seeds["two"], seeds["one"], alternative="less").pvalue
-    assert table_of(monkeypatch, runs, groups, ["test_loss"])[2:] == [
-        "| ONE | _2.1 (1)_ |  |  | 3 |",
-        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
-        "| ONE | 2.1 (1) |  |  | 3 |",
-        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
-        "| THREE | 1 of 3 diverged |  |  | 3 |",
-    ]
-
-
-def test_worse_is_italic(monkeypatch):
-    seeds = {"one": [2.0, 2.1, 2.2], "two": [3.0, 3.2, 3.1], "three": [2.1, 2.2, 2.0]}
-    runs = {name: [{"test_loss": loss} for loss in losses] for name, losses in seeds.items()}
-    lines = table_of(monkeypatch, runs, [[*runs]], ["test_loss"])[2:]
-    assert [line.split(" | ")[1] for line in lines] == ["2.1 (1)", "_3.1 (1)_", "2.1 (1)"]
-
-
-def test_holms_correction():
-    """The example of a step-down by hand; and its two limits."""
-    assert referee.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert referee.holm([0.02]) == [0.02]
-    assert referee.holm([0.6, 0.9]) == [1.0, 1.0]
-
-
-def test_interval_over_documents():
-    """That of many documents is the normal one; it does not depend on chance."""
-    differences = np.random.default_rng(1).normal(0.01, 0.1, 4000)
-    low, high = referee.interval(differences)
-    half = 1.96 * differences.std(ddof=1) / np.sqrt(len(differences))
-    assert low == pytest.approx(differences.mean() - half, abs=3e-4)
-    assert high == pytest.approx(differences.mean() + half, abs=3e-4)
-    assert referee.interval(differences) == (low, high)
-
-
-def test_losses_by_document_are_compared_with_the_same_seeds(monkeypatch):
-    """Not with a mean over seeds that one side lacks; older runs have no documents."""
-    losses = {"best": {1: [2.0, 4.0], 2: [9.0, 9.0]}, "other": {1: [2.5, 3.0], 3: [1.0, 1.0]}}
-
-    def runs(line):
-        found = losses["best" if line is referee.ADAMW_BEST else "other"]
-        documents = {seed: {"test": {"losses": values}} for seed, values in found.items()}
-        return {seed: {"documents": of_files} for seed, of_files in documents.items()} | {4: {}}
-
-    monkeypatch.setattr(referee, "runs", runs)
-    assert referee.difference(referee.A_BEST).tolist() == [0.5, -1.0]
-
-
-def test_columns_that_only_newer_runs_have(monkeypatch):
-    """They stay away from tables of older runs, which show a dash beside newer ones."""
-    old = [{"test_loss": 2.0}]
-    new = [{"test_loss": 1.0, "isotropy_unit": 0.5, "effective_rank": 30.0}]
-    measures = ["test_loss", *rows.NEWER]
-    runs = {"old": old, "new": new}
-    only_old = table_of(monkeypatch, runs, [["old"]], measures)
-    assert only_old[0] == "|  | L ↓ | p | p, paired | seeds |"
-    both = table_of(monkeypatch, runs, [["old", "new"]], measures)
-    assert both[0] == "|  | L ↓ | Iso at unit norm ↑ | effective rank ↑ | p | p, paired | seeds |"
-    assert both[2:] == [
-        "| OLD | 2.000 | – | – |  |  | 1 |",
-        "| NEW | 1.000 | 0.50 | 30.0 |  |  | 1 |",
-    ]
-
-
-def test_runs_of_uncommitted_code_are_marked(monkeypatch):
-    """By their seeds; a rerun removes the mark."""
-    dirty = {"test_loss": 1.0, "environment": {"git_commit": "abc-dirty"}}
-    unknown = {"test_loss": 1.0, "environment": {"git_commit": None}}
-    clean = {"test_loss": 1.0}
-    runs = {"a": [dirty, unknown], "b": [clean, dirty], "c": [clean, clean]}
-    lines = table_of(monkeypatch, runs, [["a", "b", "c"]], ["test_loss"])
-    assert [line.split(" | ")[-1] for line in lines[2:5]] == ["1 †, 2 † |", "1, 2 † |", "2 |"]
-    assert lines[5:] == ["", rows.UNCOMMITTED]
-    rerun = {**runs, "a": [clean, clean], "b": [clean, clean]}
-    assert "†" not in "".join(table_of(monkeypatch, rerun, [["a", "b"]], ["test_loss"]))
 
 
 def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):

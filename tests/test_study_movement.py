@@ -1,32 +1,10 @@
-"""What the study says of single updates, and of downstream tasks, on small cases."""
-
-import itertools
-import json
+"""What the study says of single updates, on small cases."""
 
 import pytest
 import torch
-from lm_eval.tasks import TaskManager
-from study import accuracy, movement
-from study.questions import QUESTIONS
-from study.run import recipe_of
+from study import movement
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.recipe import override
-
-SMALL = {
-    "model.vocab_size": 300,
-    "model.n_embd": 8,
-    "model.n_layer": 1,
-    "model.n_head": 2,
-    "training.steps": 12,
-    "training.evaluate_every": 6,
-    "training.batch_size": 4,
-    "training.sequence_length": 16,
-    "training.warmup": 1,
-    "data.separator": None,
-    "data.held_out": 0.1,
-}
 
 
 def updates_of(options, gradients):
@@ -71,114 +49,3 @@ def test_a_window_by_hand(monkeypatch):
     assert measured["in_batch"] == pytest.approx([26 / 52, 0])
     assert measured["recent"] == pytest.approx([26 / 52, 0])
     assert measured["older"] == pytest.approx([0, 1])
-
-
-def test_windows_of_a_training(text_file, tmp_path, monkeypatch):
-    """Shares add up, and early in a training the sums of all rules go downhill."""
-    recipe = recipe_of(QUESTIONS["betas"]["a=0.75 0 0.99 n=4"], str(text_file))
-    recipe = override(recipe, SMALL)
-    corpus = prepare_corpus(recipe, tmp_path / "cache")
-    monkeypatch.setattr(movement, "WINDOW", 4)
-    windows = movement.measure(recipe, corpus, 1, frozenset([2, 8]))
-    assert [window["start"] for window in windows] == [2, 8]
-    for window, name in itertools.product(windows, movement.RULES):
-        measured = window["rules"][name]
-        assert sum(measured["share"]) == pytest.approx(1)
-        ages = zip(measured["in_batch"], measured["recent"], measured["older"])
-        assert all(sum(age) == pytest.approx(1) for age in ages)
-        assert all(0 <= value <= 1 + 1e-6 for value in measured["directness"])
-        assert all(-1 <= value <= 1 for value in measured["cosine"])
-    # At the beginning of a training nearly every step goes downhill.
-    assert all(windows[0]["rules"][name]["cosine"][0] > 0 for name in movement.RULES)
-
-
-FILES = {
-    "arc_easy_test.jsonl": {
-        "id": "a",
-        "query": "Question: 1 + 1?\nAnswer:",
-        "choices": ["2", "3"],
-        "gold": 0,
-    },
-    "arc_challenge_test.jsonl": {
-        "query": "Question: why?\nAnswer:",
-        "choices": ["so", "no"],
-        "gold": 1,
-    },
-    "hellaswag_val.jsonl": {"query": "A man", "gold": 1, "choices": ["sits.", "runs."]},
-    "lambada_test.jsonl": {"text": "The cat sat on the mat"},
-    "race_high_test.jsonl": {
-        "answers": ["B", "C"],
-        "options": [["a", "b", "c", "d"], ["e", "f", "g", "h"]],
-        "questions": ["First?", "Second?"],
-        "article": "A text.",
-    },
-    "winogrande_xl_val.jsonl": {
-        "sentence": "Ann called Eve, but _ was out.",
-        "option1": "Ann",
-        "option2": "Eve",
-        "answer": "2",
-    },
-}
-TRUTHFULQA = """Question,Best Answer,Correct Answers,Incorrect Answers
-"Is it, really?",No,No; Never,Yes; Always
-"""
-
-
-@pytest.fixture
-def files(tmp_path):
-    folder = tmp_path / "downstream"
-    folder.mkdir()
-    for name, document in FILES.items():
-        (folder / name).write_text(json.dumps(document) + "\n")
-    (folder / "TruthfulQA_817.csv").write_text(TRUTHFULQA)
-    with (folder / "hellaswag_val.jsonl").open("a") as more:
-        long = {"query": "A man", "gold": 0, "choices": ["sits.", "does not fit at all."]}
-        more.write(json.dumps(long) + "\n")
-    return folder
-
-
-def test_questions_of_the_downstream_tasks(files):
-    questions = {
-        name: [*reader(files / source)] for name, (source, reader, _) in accuracy.TASKS.items()
-    }
-    assert questions["arc_easy"][0]["gold"] == 0
-    assert questions["lambada"] == [{"query": "The cat sat on the", "gold": " mat"}]
-    assert questions["race"] == [
-        {"query": "Article: A text.\n\nSecond?", "choices": ["e", "f", "g", "h"], "gold": 2}
-    ]
-    assert questions["truthfulqa"] == [
-        {"query": "Q: Is it, really?\nA:", "choices": ["No", "Yes", "Always"], "gold": 0}
-    ]
-    assert questions["winogrande"] == [
-        {
-            "query": "was out.",
-            "choices": ["Ann called Eve, but Ann", "Ann called Eve, but Eve"],
-            "gold": 1,
-        }
-    ]
-
-
-def test_the_harness_reads_the_tasks(files, tmp_path, monkeypatch):
-    """And asks what they mean: the ends of WinoGrande behind each beginning, LAMBADA's word.
-
-    An answer that does not fit takes its question with it.
-    """
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    accuracy.write_tasks(files, tasks, lambda answer: len(answer) < 12)
-    names = [f"local_{name}" for name in accuracy.TASKS]
-    loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(names)["tasks"]
-
-    def requests(name):
-        task = loaded[f"local_{name}"]
-        (document,) = task.test_docs()
-        built = task.construct_requests(document, task.fewshot_context(document, 0))
-        return [request.args for request in (built if isinstance(built, list) else [built])]
-
-    assert requests("lambada") == [("The cat sat on the", " mat")]
-    assert requests("winogrande") == [
-        ("Ann called Eve, but Ann", " was out."),
-        ("Ann called Eve, but Eve", " was out."),
-    ]
-    assert requests("hellaswag") == [("A man", " sits."), ("A man", " runs.")]

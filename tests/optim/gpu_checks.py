@@ -6,15 +6,11 @@ a CPU, those of ``CHECKS`` run as well.
 
 import copy
 import functools
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim import kernels
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of
 
 LEAN = CASES["LEAN"]
@@ -73,24 +69,6 @@ def as_the_oracle(device, options):
         check_steps((13, 7), dtype, layout, device=device, **options)
 
 
-def shapes(device, options):
-    for shape in ((1, 1), (1, 300), (300, 1), (9, 770), (1025, 3), (130, 257), (3, 8192)):
-        check_steps(shape, torch.float32, steps=2, device=device, **options)
-
-
-def rounding(device):
-    """bfloat16 is rounded stochastically to the same bits as on a CPU."""
-    results = []
-    for place in (device, "cpu"):
-        p = nn.Parameter(matrix((40, 90), 0, torch.bfloat16).to(place))
-        p.grad = torch.full_like(p, 2.0**-7)  # its squares have the same sum in any order
-        optimizer = optimizer_of([p], betas=(0.0, 0.0), stochastic_rounding=True)
-        optimizer.step()
-        results.append(p.detach().cpu())
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], (matrix((40, 90)) - 1e-2).bfloat16())
-
-
 def triton_runs(device):
     optimizer = optimizer_of_model(network := model(device=device))
     set_gradients(network, 0)
@@ -115,18 +93,6 @@ def steps_as_on_a_cpu(device, options):
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
     assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
-
-
-def half_precision(device, dtype):
-    ours, theirs = model(dtype, device), model(dtype)
-    optimizer = optimizer_of_model(ours, eps=1e-5)
-    control = optimizer_of_model(theirs, eps=1e-5, fused=False)
-    for step in range(3):
-        for network, one in ((ours, optimizer), (theirs, control)):
-            set_gradients(network, step)
-            one.step()
-    assert_close(ours, theirs, rtol=2**-5, atol=2**-7)
-    assert optimizer.state[ours[0].weight]["exp_avg_sq"].dtype == torch.float32
 
 
 def grad_scaler(device, options):
@@ -210,30 +176,6 @@ def compiled(device, options):
     assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
-def sharded(device, options):
-    """By FSDP2 on one rank."""
-    from torch.distributed.fsdp import fully_shard
-
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        try:
-            ours, theirs = model(device=device), model(device=device)
-            fully_shard(ours)
-            optimizer, control = (optimizer_of_model(x, **options) for x in (ours, theirs))
-            ids = torch.arange(64, device=device)
-            for _ in range(3):
-                for network, one in ((ours, optimizer), (theirs, control)):
-                    one.zero_grad()
-                    nn.functional.cross_entropy(network(ids), ids).backward()
-                    one.step()
-            for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-6)
-        finally:
-            dist.destroy_process_group()
-
-
 def more_than_2_to_the_31_elements(device):
     """The last rows, which lie beyond; nu, which is of all rows."""
     rows, columns = 2**31 // 4096 + 64, 4096
@@ -280,28 +222,6 @@ def rows_far_apart(device, options):
         assert torch.equal(x, results[1][name]), name
 
 
-def without_triton(device):
-    """torch's operations: the same numbers, and nothing of the matrix's size beside it."""
-    results, works = [], kernels._triton_works
-    for is_there in (True, False):
-        network = model(device=device)
-        optimizer = optimizer_of_model(network)
-        kernels._triton_works = works if is_there else lambda *_: False
-        try:
-            for step in range(3):
-                set_gradients(network, step)
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                optimizer.step()
-                if step:
-                    extra = torch.cuda.max_memory_allocated() - before
-                    assert extra < network[0].weight.nbytes / 4
-        finally:
-            kernels._triton_works = works
-        results.append(network)
-    assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 def _named(what, check, cases):
     return {f"{what}: {name}": functools.partial(check, **x) for name, x in cases.items()}
 
@@ -316,13 +236,8 @@ CAPTURABLE = [name for name, options in STEPS.items() if options.get("capturable
 EAGER = [name for name in STEPS if name not in CAPTURABLE]
 CHECKS = {
     **_named("as the oracle", as_the_oracle, _options(CASES, CASES)),
-    **_named("shapes", shapes, KINDS),
-    "stochastic rounding": rounding,
     **_named("steps of a model", steps_as_on_a_cpu, _options(EAGER, STEPS)),
-    **_named("half precision", half_precision, {"bfloat16": {"dtype": torch.bfloat16}}),
-    **_named("half precision", half_precision, {"float16": {"dtype": torch.float16}}),
     **_named("GradScaler", grad_scaler, SCALED),
-    **_named("FSDP2 on one rank", sharded, _options(("default", "LEAN"), STEPS)),
 }
 """What can be checked on any device; each function takes its name."""
 
@@ -343,5 +258,4 @@ CHECKS_ON_A_GPU = {
     **_named("compiled step", compiled, _options(("default", "LEAN"), STEPS)),
     **_named("rows far apart", rows_far_apart, KINDS),
     "2^31 elements": more_than_2_to_the_31_elements,
-    "without Triton": without_triton,
 }

@@ -212,7 +212,7 @@ def from_adamw(layouts, folder):
 
     model, optimizer = fresh(layouts["4"])
     state = get_optimizer_state_dict(model, adamw(model))
-    with pytest.raises(ValueError, match=r"group 0 of the checkpoint has no \['lr', 'betas'"):
+    with pytest.raises(ValueError, match="group 0 of the checkpoint has no betas"):
         set_optimizer_state_dict(model, optimizer, state)
     state = {"optimizer": {"state": get_optimizer_state_dict(model, optimizer)["state"]}}
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):

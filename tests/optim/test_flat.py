@@ -104,31 +104,6 @@ def shards(shapes, cuts, group, gap=0):
         ]
 
 
-@pytest.mark.parametrize("vocab_dim", [0, 1])
-def test_bfloat16_is_rounded_as_the_whole_is(vocab_dim):
-    """At random, by the place in the matrix; the sums are the same up to their order."""
-    shape, cuts = (37, 30), [100, 101, 600]
-    start = matrices([shape], 0, torch.bfloat16)
-    ranks = Ranks(len(cuts) + 1)
-    whole, pieces = nn.Parameter(start[0].clone()), [nn.Parameter(x) for x in cut(start, cuts)]
-    options = {"lr": 1e-3, "stochastic_rounding": True, "vocab_dim": vocab_dim}
-    expected = optimizer_of([whole], options)
-    optimizers = [
-        optimizer_of([p], options, flat_shards=[told])
-        for p, told in zip(pieces, shards([shape], cuts, ranks))
-    ]
-    for number in range(4):
-        grads = matrices([shape], number + 1, torch.bfloat16)
-        whole.grad = grads[0]
-        for p, grad in zip(pieces, cut(grads, cuts)):
-            p.grad = grad
-        expected.step()
-        ranks.run(lambda rank: optimizers[rank].step())
-    result = torch.cat([p.detach() for p in pieces]).view(shape)
-    assert (result != whole).float().mean() < 0.01
-    assert optimizers[0].state[pieces[0]]["exp_avg_sq"].dtype == torch.float32
-
-
 def optimizer_of(ps, options, **more):
     options = {"lr": 1e-2, "weight_decay": 0.1, **options}
     adam = {"decoupled_weight_decay": True, **options}

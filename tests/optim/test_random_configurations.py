@@ -135,9 +135,7 @@ def check(seed):
             assert_as_oracle(c.cls, group, p, optimizer.state.get(p, {}), oracle, is_stepped)
 
 
-# Said where few rows of a small matrix have a gradient at first, and where new betas give momentum
-# to a group that was built without.
-@pytest.mark.filterwarnings("ignore:.*in the first step only", "ignore:.*built without momentum")
+@pytest.mark.filterwarnings("ignore:.*in the first step only")  # in small matrices
 @pytest.mark.parametrize(
     "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 1100))]
 )

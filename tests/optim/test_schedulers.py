@@ -49,13 +49,7 @@ def test_a_loop_that_multiplies_the_factor_is_right(model):
     assert [group["lr"] for group in optimizer.param_groups][-1] == 1e-3
 
 
-def test_one_cycle_brings_momentum_back_unless_it_is_told_not_to(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
-    OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
-    messages = warnings_of_steps(model, optimizer)
-    assert len(messages) == 2
-    assert "pass cycle_momentum=False" in messages[1]
-
+def test_one_cycle_with_a_list_of_rates(model):
     optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
     rates = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
     OneCycleLR(optimizer, max_lr=rates, total_steps=10, cycle_momentum=False)

@@ -82,19 +82,6 @@ def step_of_one_matrix(placements, options, shape=None):
     assert torch.equal(copied.full_tensor(), split.full_tensor())
 
 
-def entries_of_a_user():
-    """They stay, and need not be DTensors."""
-    p = nn.Parameter(distribute_tensor(matrix(), mesh_of(None), [Shard(0)]))
-    optimizer = CoupledAdamW([p], coupled=True, **LEAN)
-    p.grad = p.detach()
-    optimizer.step()
-    optimizer.state[p] |= {"tag": torch.ones(3), "count": 3}
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()
-    assert optimizer.state[p]["count"] == 3
-    assert torch.equal(optimizer.state[p]["tag"], torch.ones(3))
-
-
 def stochastic_rounding(placements, shape=None):
     """The parts are rounded as the whole is, and copies to the same bits."""
     mesh = mesh_of(shape)
@@ -152,7 +139,6 @@ CASES = {
     "rows, rounded": lambda: stochastic_rounding([Shard(0)]),
     "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
     "copies of columns, rounded": lambda: stochastic_rounding([Replicate(), Shard(1)], TWO_BY_REST),
-    "entries of a user": entries_of_a_user,
 }
 
 

@@ -87,34 +87,6 @@ def test_constructor_option_is_the_groups_default():
     assert "vocab_dim: 0" in repr(optimizer)
 
 
-def test_closure():
-    model = TinyLM()
-    optimizer = CoupledAdamW(param_groups(model))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    before = loss_of(model, 0).item()
-    assert optimizer.step(closure).item() == before
-    assert loss_of(model, 0).item() < before
-
-
-def test_a_rate_below_zero_in_a_step():
-    """A decay written by hand may end just below zero: as in torch, the run goes on."""
-    model, control = tiny_model(), tiny_model()
-    optimizer = CoupledAdamW(param_groups(model), lr=1e-2)
-    reference = CoupledAdamW(param_groups(control), lr=1e-2)
-    for m, o, lr in ((model, optimizer, -1e-19), (control, reference, 0.0)):
-        for group in o.param_groups:
-            group["lr"] = lr
-        train(m, o, 2)
-    for p, q in zip(model.parameters(), control.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 @pytest.mark.parametrize("rule", [{}, LEAN], ids=["coupled", "LEAN"])
 @pytest.mark.parametrize(("fused", "unscaled"), [(False, False), (True, False), (True, True)])
 def test_grad_scaler(fused, unscaled, rule):

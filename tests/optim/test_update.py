@@ -47,42 +47,6 @@ def test_options_that_are_torchs(options):
         check_steps((23, 7), dtype, steps=20, **options)
 
 
-def test_a_differentiable_step_after_init_state():
-    """Nothing says that the state is new but its step."""
-    results = []
-    for is_early in (False, True):
-        p = matrix((9, 4), 0).requires_grad_().clone()
-        optimizer = optimizer_of([p], differentiable=True, **CASES["LEAN"])
-        if is_early:
-            p.grad = torch.zeros_like(p)
-            optimizer.init_state()
-        for g in gradients((9, 4), 3):
-            p.grad = g
-            optimizer.step()
-        results.append(p.detach())
-    assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("options", [{}, CASES["LEAN"]], ids=["coupled", "LEAN"])
-def test_each_group_has_its_own_penalty(options):
-    """A group without one has the same steps, whatever the other groups have."""
-    alone, together, other = (nn.Parameter(matrix((9, 4), 0)) for _ in range(3))
-    plain = {"weight_decay": 0.0, "maximize": True, "coupled": True, **options}
-    optimizers = [
-        CoupledAdam([{"params": [alone], **plain}]),
-        CoupledAdam(
-            [{"params": [other], **plain, "weight_decay": 0.1}, {"params": [together], **plain}]
-        ),
-    ]
-    for g in gradients((9, 4), 5):
-        for p in (alone, together, other):
-            p.grad = g
-        for optimizer in optimizers:
-            optimizer.step()
-    assert torch.equal(alone, together)
-    assert not torch.equal(alone, other)
-
-
 @pytest.mark.parametrize("name", ["zero-sum", "LEAN", "LEAN, momentum"])
 def test_zero_sum_moves_the_mean_by_one_update(name):
     """What a step moves the mean embedding by is given back in the next one."""
@@ -142,17 +106,6 @@ def test_half_precision_gradients_are_averaged_in_float32():
     )
 
 
-def test_non_finite_gradient_spreads_over_its_column_only():
-    """As documented: like AdamW, but the shared moment takes the whole column along."""
-    p = nn.Parameter(torch.zeros(5, 3))
-    optimizer = CoupledAdamW([p], coupled=True)
-    p.grad = torch.ones(5, 3)
-    p.grad[2, 1] = float("nan")
-    optimizer.step()
-    assert p[:, 1].isnan().all()
-    assert p[:, [0, 2]].isfinite().all()
-
-
 def test_differentiable_passes_gradcheck():
     """Autograd through three steps, to parameter, gradients and states."""
 
@@ -204,7 +157,7 @@ def test_coupled_adam_warns_where_most_rows_have_no_gradient():
     p = nn.Parameter(torch.randn(100, 4))
     p.grad = torch.zeros(100, 4)
     p.grad[3:7] = 1.0
-    message = r"only 4 of the 100 rows of 'wte' \[100, 4\].*up to 5 times as far"
+    message = r"only 4 of the 100 rows of 'wte' \[100, 4\].*may move 5 times as far"
     optimizer = CoupledAdamW([("wte", p)], coupled=True)
     with pytest.warns(UserWarning, match=message):
         optimizer.step()

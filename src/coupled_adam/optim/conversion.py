@@ -8,7 +8,6 @@ from torch import Tensor
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
-from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -27,8 +26,6 @@ from coupled_adam.optim.state import (
 )
 
 State = dict[str, Tensor]
-
-_ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
 
 def from_adam(
@@ -61,22 +58,18 @@ def from_adam(
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
-            if not state.get(key):
-                continue
-            if not loaded["coupled"]:
-                _check_shapes(loaded, index, state[key], {"exp_avg_sq": p.shape})
-                continue
-            state[key], moments[p] = _converted(loaded, index, state[key])
+            if loaded["coupled"] and state.get(key):
+                state[key], moments[p] = _converted(loaded, index, state[key])
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
 def _complete_options(number: int, group: Group, saved: Group) -> None:
     """Add the options that a saved group lacks; warn of those that make it another optimizer."""
-    if missing := [name for name in _ALWAYS_SAVED if name not in saved]:
+    if "betas" not in saved:
         raise ValueError(
-            f"param group {number} of the checkpoint has no {missing}: "
-            "set_optimizer_state_dict drops them if the checkpoint's groups differ from the "
-            "optimizer's. Pass it the checkpoint's 'state' together with the 'param_groups' of "
+            f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict drops "
+            "options if the checkpoint's groups differ from the optimizer's. Pass it the "
+            "checkpoint's 'state' together with the 'param_groups' of "
             "get_optimizer_state_dict(model, optimizer)"
         )
     for name in OPTIONS:
@@ -98,76 +91,60 @@ def _complete_options(number: int, group: Group, saved: Group) -> None:
 def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
     """A loaded state as its coupled group needs it, and its second moments again."""
     p, needed = group["params"][index], entries(group)
-    for name, value in state.items():
-        if name in MOMENTS and sharded.is_dtensor(value) != sharded.is_dtensor(p):
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: the parameter is a "
-                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
-            )
-    is_flat = p.dim() == 1  # pieces, whose state must be that of pieces with the same options
-    required = {"step", *needed} - {"exp_avg"} if is_flat else {"step", "exp_avg_sq"}
-    if missing := required - state.keys():
-        raise ValueError(
-            f"cannot load the state of {describe(group, index)}: it has no "
-            f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
-        )
-    if is_flat:
-        kept = {name: state[name] for name in required - {"step"}}
-        averages = {name: value.to(p.device, moment_dtype(p)) for name, value in kept.items()}
-    else:
+    # Pieces of flattened matrices need the state of such pieces, with the same options.
+    required = {"step", *needed} - {"exp_avg"} if p.dim() == 1 else {"step", "exp_avg_sq"}
+    averages: State = {}
+    problems = [f"it has no {name}" for name in sorted(required - state.keys())]
+    problems += [
+        f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. {HOW_TO_LOAD}"
+        for name, value in state.items()
+        if name in MOMENTS and sharded.is_dtensor(value) != sharded.is_dtensor(p)
+    ]
+    if not problems:
         averages = _averages(group, p, state)
-    # What is not Adam's is the user's, and stays.
-    unneeded = MOMENTS - needed.keys()
-    state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
-    shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
-    _check_shapes(group, index, state, shapes)
+        unneeded = MOMENTS - needed.keys()  # what is neither Adam's nor ours stays
+        state = {n: value for n, value in {**state, **averages}.items() if n not in unneeded}
+        shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
+        problems = [
+            f"its {name} has the shape {list(state[name].shape)}, but must have {list(shape)}. "
+            "Does the checkpoint belong to this model, with the parameters in the same order?"
+            for name, shape in shapes.items()
+            if name in state and state[name].shape != shape
+        ]
+    if problems:
+        raise ValueError(f"cannot load the state of {describe(group, index)}: {problems[0]}")
     return state, averages
-
-
-def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torch.Size]) -> None:
-    for name, shape in shapes.items():
-        if name in state and state[name].shape != shape:
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-                f"{list(state[name].shape)}, but must have {list(shape)} where "
-                f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
-                "parameters in the same order?"
-            )
 
 
 def _averages(group: Group, p: Tensor, state: State) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
-    step, vocab_dim, dtype = state["step"], group["vocab_dim"], moment_dtype(p)
+    vocab_dim, dtype = group["vocab_dim"], moment_dtype(p)
     names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
     moments = {name: state[name].to(dtype) for name in names}
     nu = moments["exp_avg_sq"]
     if is_lean(group) and ROW_MOMENT not in moments:
         if nu.shape == p.shape:  # of Adam
-            rows = sharded.mean_over(nu, 1 - vocab_dim)
-            nu = sharded.mean_over(nu, vocab_dim)
+            rows, nu = sharded.mean_over(nu, 1 - vocab_dim), sharded.mean_over(nu, vocab_dim)
         else:  # of Coupled Adam: nothing tells the rows apart
             mean = sharded.full_tensor(nu.mean()).to(p.device)
             rows = sharded.zero_moment(p, 1 - vocab_dim, dtype) + mean
         # LEAN's nu is a mean over the rows that have had a gradient.
         active = max(sharded.full_tensor((rows > 0).sum()).item(), 1)
-        mean_of_active = sharded.full_tensor(rows.sum()).item() / active
-        later = _correction(group, step, 1) / _correction(group, step, 0)
-        nu = nu * (mean_of_active / _mean_of_columns(nu) * later)
-        moments |= {ROW_MOMENT: rows * later, "exp_avg_sq": nu}
+        later = _correction(group, state, 1) / _correction(group, state, 0)
+        moments |= {ROW_MOMENT: rows * later, "exp_avg_sq": nu * (later * len(rows) / active)}
     elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
         mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
-        share = mean / _mean_of_columns(nu) * _correction(group, step, 0)
-        moments["exp_avg_sq"] = nu * (share / _correction(group, step, 1))
-    moments.setdefault("max_exp_avg_sq", moments["exp_avg_sq"].clone())
+        earlier = _correction(group, state, 0) / _correction(group, state, 1)
+        moments["exp_avg_sq"] = nu * (mean / _mean_of_columns(nu) * earlier)
     averages = {}
     for name, dim in entries(group).items():
         if dim is None:
             continue
-        if name not in moments:  # no mean update yet
+        if name not in moments:  # it begins now
             averages[name] = sharded.zero_moment(p, dim, dtype)
             continue
         value = moments[name]
-        if value.shape == p.shape:  # of Adam
+        if value.shape == p.shape and p.dim() == 2:  # of Adam
             value = sharded.mean_over(value, dim)
         if value.shape == entry_shape(group, p, dim):
             averages[name] = sharded.place_moment(value, p, dim).to(p.device)
@@ -180,24 +157,20 @@ def _mean_of_columns(nu: Tensor) -> float:
     return mean or 1.0
 
 
-def _correction(group: Group, step: Any, more: int) -> float:
+def _correction(group: Group, state: State, more: int) -> float:
     """1 - beta2^t, in LEAN of one gradient more, since it passes over the first one twice."""
     beta2 = float(group["betas"][1])
-    return 1 - beta2 ** (float(step) + more) or 1.0
+    return 1 - beta2 ** (float(state["step"]) + more) or 1.0
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
     The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
-    the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu). A
-    ``second_moment_scale`` other than 1 is lost, as it is applied in the update and is not
-    contained in the moment.
-
-    Without momentum (``betas[0] == 0``) the first moment is filled with zeros: Adam continues
-    exactly where its betas stay as they are, and with short steps at first where a momentum begins.
-    A state without ``exp_avg`` and ``exp_avg_sq_row``, which does not say how many rows there are,
-    is left out with a warning, and Adam begins this matrix anew.
+    the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu).
+    ``second_moment_scale`` is lost. Without momentum the first moment is filled with zeros. A state
+    without ``exp_avg`` and ``exp_avg_sq_row``, which does not say how many rows there are, is left
+    out: Adam begins this matrix anew.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
@@ -219,13 +192,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
-                if not state[key]:
-                    warnings.warn(
-                        f"the state of parameter {key} has neither exp_avg nor {ROW_MOMENT}, and "
-                        "is left out: Adam begins this matrix anew",
-                        stacklevel=2,
-                    )
-        left_out = (*OPTIONS, "flat_shards", *INITIAL)
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -239,7 +206,7 @@ def _spread(state: State, group: Group) -> State:
     for name in state.keys() & {*SECOND_MOMENTS}:
         moment = state[name].unsqueeze(vocab_dim)
         if rows is not None:  # of LEAN: v_ij = r_i nu_j / mean(nu)
-            earlier = _correction(group, state["step"], 0) / _correction(group, state["step"], 1)
+            earlier = _correction(group, state, 0) / _correction(group, state, 1)
             moment = moment * (earlier / _mean_of_columns(state[name]))
             moment = moment * rows.unsqueeze(1 - vocab_dim)
         adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)

@@ -16,11 +16,11 @@ from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
-    arriving,
     begin,
     couple_by_size,
+    name_parameters,
     param_groups,
-    warn_of_lost_options,
+    warn_of_lost_factor,
 )
 from coupled_adam.optim.state import check_group, check_parameter, fit_state
 from coupled_adam.optim.update import Begun, Pending, update
@@ -44,14 +44,11 @@ class CoupledAdam(torch.optim.Adam):
 
     The state of a coupled parameter [V, H] consists of ``exp_avg`` [V, H] in the parameter's dtype,
     ``exp_avg_sq`` [H] in float32 or wider, and ``step``. With ``amsgrad`` there is also
-    ``max_exp_avg_sq`` [H], the running maximum of the average (which is not the average of
-    AMSGrad's maxima, as averaging and taking the maximum do not commute). The state is created at
-    the first step, or by :meth:`init_state`.
+    ``max_exp_avg_sq`` [H], the running maximum of the average. The state is created at the first
+    step, or by :meth:`init_state`.
 
-    Non-finite gradients are not filtered, as in torch's Adam. One non-finite element makes the
-    shared second moment of its column non-finite, and with it that column of every row. Guard
-    against this as usual: use ``GradScaler`` or ``clip_grad_norm_(error_if_nonfinite=True)``, or
-    skip the step.
+    As in torch's Adam, gradients that are not finite are not filtered: one such element spoils its
+    column of every row. Use ``GradScaler`` or ``clip_grad_norm_(error_if_nonfinite=True)``.
 
     Where a wrapper has flattened matrices and left a piece of each on every rank, groups need the
     option ``flat_shards``: a list with a :class:`coupled_adam.FlatShard` for each parameter, with a
@@ -59,8 +56,7 @@ class CoupledAdam(torch.optim.Adam):
     parameter. Its state has the second moments of all matrices, one after the other.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
-    parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
-    updated one at a time, even with ``foreach=True``, as they are few and large.
+    parameters as in torch, but coupled matrices are always updated one at a time.
 
     Args:
         params: a model, of which :func:`coupled_adam.param_groups` makes the groups; or tensors,
@@ -84,9 +80,7 @@ class CoupledAdam(torch.optim.Adam):
             small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
             bfloat16 parameters of coupled groups only.
         embeddings (str or mapping, optional): how the coupled matrices of a model, or those that
-            ``vocab_size`` finds, are updated: ``"coupled"`` (the default) as the paper has it,
-            ``"lean"`` without matrices of state, or a mapping of options, as in
-            :func:`coupled_adam.param_groups`.
+            ``vocab_size`` finds, are updated, as in :func:`coupled_adam.param_groups`.
         vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
             matrices, padding included. A model needs it if it does not say V itself. Frameworks
             that pass on parameters only always do: every matrix with V rows, or with V columns
@@ -96,16 +90,13 @@ class CoupledAdam(torch.optim.Adam):
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. Also as in :func:`coupled_adam.param_groups` for a model; if no
-            matrix has the size ``vocab_size``, or hidden layers have it; and if options say twice
-            which matrices are coupled.
+            matrix has the size ``vocab_size``, or hidden layers have it.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
 
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
-    # What param_groups has left out, with the groups that these parameters would be in.
-    _frozen: Mapping[Tensor, dict[str, Any]] = MappingProxyType({})
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -137,29 +128,16 @@ class CoupledAdam(torch.optim.Adam):
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
     ) -> None:
-        is_decided = isinstance(params, torch.nn.Module) or vocab_size is not None
-        if embeddings is not None and not is_decided:
+        groups: Any = params
+        if isinstance(params, torch.nn.Module):
+            groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
+        elif embeddings is not None and vocab_size is None:
             raise ValueError(
                 f"embeddings={embeddings!r} says how embedding matrices are updated, but not which "
                 "parameters they are: pass the model instead of parameters, or vocab_size= with "
                 "the number of their rows; param groups have the options themselves"
             )
-        groups: Any = params
-        if is_decided and not isinstance(params, Tensor):
-            groups = [] if isinstance(params, torch.nn.Module) else list(params)
-            dicts = [group for group in groups if isinstance(group, dict)]
-            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
-                raise ValueError(
-                    "the model, or vocab_size=, decides which matrices are coupled, and by which "
-                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
-                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
-                )
-            if isinstance(params, torch.nn.Module):
-                groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
-                vocab_size = None
-        self._pending, self._begun, self._warned = Pending(), Begun(), set[str]()
-        if isinstance(groups, ParamGroups):
-            self._frozen = groups.frozen
+        self._pending, self._begun, self._has_warned = Pending(), Begun(), False
         self._coupling_defaults = {
             "coupled": coupled,
             "second_moment_scale": second_moment_scale,
@@ -184,45 +162,35 @@ class CoupledAdam(torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        if vocab_size is not None:
+        if vocab_size is not None and groups is params:
             self.param_groups = couple_by_size(
                 self.param_groups, vocab_size, embeddings or "coupled"
             )
             for group in self.param_groups:
                 check_group(group)
-        coupled_groups = [group for group in self.param_groups if group["coupled"]]
         # param_groups has said why it has coupled nothing.
-        if not coupled_groups and not isinstance(groups, ParamGroups):
+        if not isinstance(groups, ParamGroups) and not any(g["coupled"] for g in self.param_groups):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
                 "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
-        # docs/study/14-wrong.md: a loss of 5.56 instead of 5.25
-        if any(group["row_exponent"] == 0 and group["betas"][0] == 0 for group in coupled_groups):
-            warn(
-                "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
-                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]"
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch. A group that fails the checks is not added.
 
         Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
-        Token embeddings that were frozen when :func:`coupled_adam.param_groups` saw them come into
-        a coupled group with the options given there, unless this group says ``coupled`` itself.
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        before = len(self.param_groups)
+        if isinstance(param_group, dict):  # torch refuses anything else
+            begin(param_group, self.defaults)
+            name_parameters(param_group, self.param_groups)
+        super().add_param_group(param_group)
         try:
-            for group in arriving(param_group, self.param_groups, self._frozen):
-                if isinstance(group, dict):  # torch refuses anything else
-                    begin(group, self.defaults)
-                super().add_param_group(group)
-                check_group(self.param_groups[-1])
-        except Exception:
-            del self.param_groups[before:]
+            check_group(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
             raise
 
     def init_state(self) -> None:
@@ -251,7 +219,7 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Collect a group's tensors and create missing states.
+        """Collect a group's tensors, of a coupled one the first two lists; create missing states.
 
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
@@ -264,16 +232,9 @@ class CoupledAdam(torch.optim.Adam):
             if p.grad is None:
                 continue
             check_parameter(group, index)
-            state = self.state[p]
-            fit_state(group, index, state)
+            fit_state(group, index, self.state[p])
             params_with_grad.append(p)
             grads.append(p.grad)
-            exp_avg_sqs.append(state["exp_avg_sq"])
-            state_steps.append(state["step"])
-            if "exp_avg" in state:
-                exp_avgs.append(state["exp_avg"])
-            if group["amsgrad"]:
-                max_exp_avg_sqs.append(state["max_exp_avg_sq"])
         return False  # check_parameter has refused complex parameters
 
     @_use_grad_for_differentiable
@@ -296,7 +257,7 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         self._pending.finish()
-        warn_of_lost_options(self.param_groups, self._warned)
+        self._has_warned = self._has_warned or warn_of_lost_factor(self.param_groups)
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
@@ -314,9 +275,7 @@ class CoupledAdam(torch.optim.Adam):
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 assert p.grad is not None
-                factor = unscale.to(p.device)
-                # Several elements of an expanded gradient share memory.
-                p.grad = p.grad * factor if 0 in p.grad.stride() else p.grad.mul_(factor)
+                p.grad.mul_(unscale.to(p.device))
         return loss
 
     def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
@@ -347,14 +306,14 @@ class CoupledAdam(torch.optim.Adam):
         return coupled, uncoupled
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, complete, and what may be unfrozen later."""
+        """The state that pickle and copy use: torch's, complete."""
         self._pending.finish()
-        return {**super().__getstate__(), "_frozen": dict(self._frozen)}
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pending, self._begun, self._warned = Pending(), Begun(), set[str]()
+        self._pending, self._begun, self._has_warned = Pending(), Begun(), False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
@@ -370,19 +329,14 @@ class CoupledAdam(torch.optim.Adam):
 
         A second moment that was kept for every row, [V, H], is replaced by its mean over the rows,
         [H]. This is exactly the state that Coupled Adam would have, so a training with AdamW can be
-        continued with Coupled Adam after any step. (AMSGrad's maximum is the exception: the mean of
-        the rows' maxima is only an upper bound of the maximum of the means.)
+        continued with Coupled Adam after any step. With ``row_exponent``, the mean of each row
+        becomes its ``exp_avg_sq_row``; a checkpoint of Coupled Adam has nothing to tell the rows
+        apart, and all then start with the mean of ``exp_avg_sq``. With ``flat_shards`` nothing is
+        converted: the state must be that of the same pieces.
 
-        As in torch, the options of the loaded groups replace the optimizer's own. Options that the
-        checkpoint does not contain (in a checkpoint of torch: all options of Coupled Adam) keep
-        their values. A loaded ``coupled``, ``row_exponent`` or ``zero_sum`` that differs from the
-        optimizer's also replaces it, with a warning.
-
-        With ``row_exponent``, the mean of each row of a second moment [V, H] becomes the row's
-        ``exp_avg_sq_row``. A checkpoint of Coupled Adam without ``row_exponent`` has nothing to
-        tell the rows apart; all then start with the mean of ``exp_avg_sq``.
-
-        With ``flat_shards`` nothing is converted: the state must be that of the same pieces.
+        As in torch, the options of the loaded groups replace the optimizer's own, with a warning if
+        this makes it another optimizer. Options that the checkpoint does not contain (in a
+        checkpoint of torch: all options of Coupled Adam) keep their values.
 
         Args:
             state_dict: as returned by ``state_dict()``; it is not changed.
@@ -391,38 +345,20 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         self._pending.finish()
-        moments: dict[Tensor, dict[str, Tensor]] = {}
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
-
-        def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            adapted, second_moments = from_adam(self.param_groups, loaded)
-            moments.update(second_moments)
-            return adapted
-
-        def restore(_: torch.optim.Optimizer) -> None:
-            for group, shards in zip(self.param_groups, flat_shards):
-                if shards is not None:
-                    group["flat_shards"] = shards  # these are not saved
-            for p, second_moments in moments.items():
-                # torch has cast every state to its parameter's dtype, which would reduce the
-                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
-                # was saved with. Put back the former, and give exp_avg the parameter's strides.
-                self.state[p].update(second_moments)
-                exp_avg = self.state[p].get("exp_avg")
-                if exp_avg is not None and exp_avg.stride() != p.stride():
-                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
-
-        # As the last pre-hook and the first post-hook, so that the user's hooks see what they
-        # would see in torch.
-        hooks = (
-            self.register_load_state_dict_pre_hook(adapt),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        adapted, moments = from_adam(self.param_groups, state_dict)
+        super().load_state_dict(adapted)
+        for group, shards in zip(self.param_groups, flat_shards):
+            if shards is not None:
+                group["flat_shards"] = shards  # these are not saved
+        for p, second_moments in moments.items():
+            # torch has cast every state to its parameter's dtype, which would reduce the moments
+            # [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg was saved
+            # with. Put back the former, and give exp_avg the parameter's strides.
+            self.state[p].update(second_moments)
+            exp_avg = self.state[p].get("exp_avg")
+            if exp_avg is not None and exp_avg.stride() != p.stride():
+                self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
@@ -469,28 +405,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            coupled=coupled,
-            second_moment_scale=second_moment_scale,
-            row_exponent=row_exponent,
-            zero_sum=zero_sum,
-            vocab_dim=vocab_dim,
-            stochastic_rounding=stochastic_rounding,
-            embeddings=embeddings,
-            vocab_size=vocab_size,
-        )
+        options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}
+        super().__init__(**options, decoupled_weight_decay=True)
 
 
 def _matrix(
@@ -508,9 +424,11 @@ def _matrix(
     moments = [state.get(name) for name in names]
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
-    if type(parameter) not in sharded.PLAIN:
+    if sharded.is_dtensor(parameter):
         local = sharded.to_local
-        param, grad = local(parameter), local(sharded.placed_as(grad, parameter))
+        if not sharded.is_laid_out(grad, parameter, None):  # as backward may leave it
+            grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        param, grad = local(parameter), local(grad)
         moments = [None if x is None else local(x) for x in moments]
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)

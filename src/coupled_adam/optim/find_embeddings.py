@@ -8,18 +8,17 @@ import difflib
 import fnmatch
 import itertools
 import math
-import operator
 import re
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 Couple = Literal["both", "input", "output"]
 Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
@@ -31,7 +30,6 @@ _GETTERS = {
     "get_output_embeddings": "output",
 }
 _VOCAB_SIZE = re.compile(r"(?!type_)(\w+_)?vocab_size")  # type_vocab_size counts segments
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "base_layer"}
 # Words in the names of what may have V rows that are not tokens.
 _NO_TOKENS = re.compile(
     "(pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
@@ -46,13 +44,9 @@ class ModelMatrix:
     """A parameter with two dimensions.
 
     Attributes:
-        name: its name in the model.
-        parameter: the parameter itself.
-        holders: the modules that hold it; two or more for a tied matrix, none if only the parameter
-            is known.
+        holders: the modules that hold it, two or more if it is tied; empty if they are not known.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
-        in_block: whether it is inside of one of several blocks with the same names and shapes.
     """
 
     name: str
@@ -60,7 +54,6 @@ class ModelMatrix:
     holders: list[nn.Module] = field(default_factory=list)
     sides: set[str] = field(default_factory=set)
     vocab_dim: int = 0
-    in_block: bool = False
 
     def __str__(self) -> str:
         return f"{self.name!r} {list(self.shape)}"
@@ -77,8 +70,13 @@ class ModelMatrix:
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of its holders: "table", "linear", "layer" (of torch) or "hand-written"."""
+        """The kinds of its holders: "table", "linear" or "hand-written"."""
         return {_kind(module) for module in self.holders}
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is in a block of a list: ``layers.0.mlp.weight``, not ``heads.0.weight``."""
+        return any(component.isdigit() for component in self.name.split(".")[:-2])
 
     @property
     def is_tied(self) -> bool:
@@ -95,12 +93,11 @@ class ModelMatrix:
 
     @property
     def may_embed_tokens(self) -> bool:
-        """Whether its name, or the class of a hand-written holder, allows it.
+        """Whether its name, or the class of a holder, allows it.
 
         Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
         """
-        classes = [type(m).__name__ for m in self.holders if _kind(m) != "layer"]
-        names = " ".join([*classes, *_without_wrappers(self.name).split(".")[-3:]])
+        names = " ".join([*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]])
         words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
         return 1 not in self.shape and not any(_NO_TOKENS.fullmatch(w.lower()) for w in words)
 
@@ -108,12 +105,7 @@ class ModelMatrix:
 def _kind(module: nn.Module) -> str:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "table"
-    if isinstance(module, nn.Linear):
-        return "linear"
-    origin = type(module).__module__
-    no_layers = (nn.Module.__module__, nn.ModuleDict.__module__)
-    of_torch = origin.startswith("torch.nn.") and origin not in no_layers
-    return "layer" if of_torch else "hand-written"
+    return "linear" if isinstance(module, nn.Linear) else "hand-written"
 
 
 def embedding_parameters(
@@ -134,16 +126,14 @@ def embedding_parameters(
        step 1 and ``vocab_size`` in the model's configuration. If there is none, the largest
        ``nn.Embedding`` must have a partner, an ``nn.Linear`` with as many rows.
     3. *Rows.* Every ``nn.Embedding`` and every ``nn.Linear`` with exactly V rows is one. Matrices
-       in a block that is repeated, as in ``layers.3.mlp``, are not, nor those that are named for
-       something else (positions, token types, adapters, ...). Where V is the width of hidden
-       layers, too, it is not clear which linear layers are heads.
+       in a block of a list, as in ``layers.3.mlp``, are not, nor those that are named for something
+       else (positions, token types, adapters, ...). Where V is the width of hidden layers, too, it
+       is not clear which linear layers are heads.
     4. *Doubt.* If nothing is clear, an error asks for ``tables`` or ``vocab_size``. If something
        is, one warning names what else looks like a token embedding.
 
-    If a parametrization such as ``weight_norm`` has replaced a weight, the original matrix [V, H]
-    counts instead. A tied matrix appears once, and biases are never included. Per-layer embeddings
-    (Gemma 3n, Gemma 4) are included, as their rows belong to tokens as well. They count as input
-    embeddings, so ``couple="output"`` leaves them out.
+    A tied matrix appears once, and biases are never included. Per-layer embeddings (Gemma 3n, Gemma
+    4) are input embeddings.
 
     Args:
         model: any module, also on the meta device.
@@ -214,7 +204,7 @@ def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
     named = model.named_parameters()
     matrices: dict[Tensor, ModelMatrix] = {p: ModelMatrix(n, p) for n, p in named if p.dim() == 2}
     for name, module in model.named_modules():
-        for p in _own_parameters(module):
+        for p in module.parameters(recurse=False):
             if p in matrices:
                 matrices[p].holders.append(module)
         # It is then not known which of the vectors were matrices and should have weight decay.
@@ -225,61 +215,15 @@ def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
                 "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
                 "torch.distributed.fsdp.fully_shard"
             )
-    _mark_blocks(matrices.values())
     return list(matrices.values())
 
 
-def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """A module's own parameters, including the originals of its parametrized weights."""
-    if isinstance(module, parametrize.ParametrizationList):
-        return
-    yield from module.parameters(recurse=False)
-    if parametrize.is_parametrized(module):
-        for originals in module.parametrizations.children():  # type: ignore[union-attr]
-            yield from originals.parameters(recurse=False)
-
-
-def _without_wrappers(name: str) -> str:
-    """The name of a parameter as it was before compiling, PEFT or a parametrization."""
-    name = re.sub(r"\.parametrizations\.\w+\.original\d?$", ".weight", name)
-    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
-
-
-def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
-    """Set ``in_block``, for an only element of a list, and for elements that have equal matrices.
-
-    A matrix in a block has a name such as ``blocks.0.module.weight``. In ``heads.0.weight`` the
-    element is the layer itself, and a list of layers is no stack of blocks.
-    """
-    # List, number of the element, and name in the element and shape.
-    lists: dict[str, dict[str, dict[Any, ModelMatrix]]] = defaultdict(lambda: defaultdict(dict))
-    for m in matrices:
-        path = _without_wrappers(m.name).split(".")
-        for at, number in enumerate(path[:-2]):
-            if number.isdigit():
-                lists[".".join(path[:at])][number][".".join(path[at + 1 :]), m.shape] = m
-    for elements in lists.values():
-        count = Counter(itertools.chain(*elements.values()))
-        for element in elements.values():
-            if len(elements) == 1 or any(count[name_and_shape] > 1 for name_and_shape in element):
-                for m in element.values():
-                    m.in_block = True
-
-
 def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
-    """The sizes in ``vocab_size``; none for None.
-
-    Raises:
-        ValueError: if one is no positive integer.
-    """
+    """The sizes in ``vocab_size``; none for None. ValueError if one is no positive integer."""
     if vocab_size is None:
         return set()
-    try:
-        several = vocab_size if isinstance(vocab_size, Iterable) else [vocab_size]
-        sizes = {operator.index(n) for n in several}  # numpy's integers, too
-    except TypeError:
-        sizes = set()
-    if not sizes or min(sizes) <= 0:
+    sizes = {*vocab_size} if isinstance(vocab_size, Iterable) else {vocab_size}
+    if not sizes or not all(isinstance(n, Integral) and n > 0 for n in sizes):
         raise ValueError(
             f"Invalid vocab_size value: {vocab_size!r} (must be one or several positive integers)"
         )
@@ -309,12 +253,9 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     for m in matrices:
         if m.is_tied:
             m.sides = {"input", "output"}
-        if m.sides and given and m.tokens not in given:  # it belongs to another vocabulary
-            m.sides = set()
     possible = [m for m in matrices if m.may_embed_tokens]
     outside = [m for m in possible if not m.in_block]
     rows = {m.shape[0] for m in outside if m.kinds & {"table", "linear"}}
-    rows |= {n for m in outside if m.kinds == {"hand-written"} for n in m.shape}
     sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
     if missing := given - sizes:
         tables = [m for m in matrices if "table" in m.kinds]
@@ -373,8 +314,6 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
     if isinstance(embedding, nn.ModuleList | list | tuple):
         for module in embedding:
             yield from _weights(module)
-    elif isinstance(embedding, nn.Module) and parametrize.is_parametrized(embedding):
-        yield from (p for p in _own_parameters(embedding) if p.dim() == 2 and 1 not in p.shape)
     elif isinstance(weight := getattr(embedding, "weight", None), Tensor):
         yield weight
 
@@ -410,31 +349,25 @@ def _alike(
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
         if not is_table and "linear" not in m.kinds:
-            hand_written = m.kinds == {"hand-written"} and not m.in_block
-            return hand_written and not sizes.isdisjoint(m.shape)
+            return not m.in_block and not sizes.isdisjoint(m.shape)
         may_be_tokens = is_table or rows not in widths
         if m.in_block:  # as the heads that predict several tokens ahead have it
             return rows in sizes and may_be_tokens and (is_table or rows > columns)
-        # Of these sizes no table, or no head, has been found.
-        open_sizes = sizes - known["input" if is_table else "output"]
-        if rows in sizes:
-            return rows in open_sizes and rows >= columns
         if not is_table and columns in sizes and columns > rows:  # of one-hot tokens, maybe
             return widths[columns] == 1
-        is_padded = any(20 * abs(rows - n) <= n for n in open_sizes) and rows > columns
-        return may_be_tokens and (is_padded or rows in others)
+        # Of these sizes no table, or no head, has been found; it may be padded.
+        open_sizes = sizes - known["input" if is_table else "output"]
+        is_near = rows >= columns and any(20 * abs(rows - n) <= n for n in open_sizes)
+        return is_near or (may_be_tokens and rows in others)
 
     return list(filter(looks_alike, open_ones))
 
 
 def _cannot_tell(matrices: list[ModelMatrix]) -> str:
-    name = matrices[0].name
-    example = f"tables=[{name!r}, ...]"
-    if any(m.kinds == {"hand-written"} for m in matrices):
-        example = f"tables={{{name!r}: 0, ...}}, 0 for a matrix [V, H] and 1 for [H, V]"
     return (
         f"cannot tell which of these matrices embed tokens: {listed(matrices)}. Pass vocab_size= "
-        f"with the number of tokens, padding included, or all that do as {example}"
+        "with the number of tokens, padding included, or all that do as "
+        f"tables={{{matrices[0].name!r}: 0, ...}}, 0 for a matrix [V, H] and 1 for [H, V]"
     )
 
 
@@ -512,24 +445,17 @@ def _matching(
     parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if isinstance(entry, str):
         matches = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
-        if not matches:
-            near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
-            hint = f"did you mean {near}?" if near else "see model.named_parameters()"
-            raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
-        return matches
-    kind = "parameter"
-    if isinstance(entry, Tensor):
-        wanted = {entry}
-    elif argument == "tables":  # without a head's bias
-        wanted, kind = {p for p in _own_parameters(entry) if p.dim() == 2}, "matrix"
+    elif isinstance(entry, Tensor):
+        matches = {n: p for n, p in parameters.items() if p is entry}
     else:
-        wanted = set(entry.parameters())
-    matches = {n: p for n, p in parameters.items() if p in wanted}
+        of_tables = argument == "tables"  # without a head's bias
+        own = {p for p in entry.parameters(not of_tables) if p.dim() == 2 or not of_tables}
+        matches = {n: p for n, p in parameters.items() if p in own}
     if not matches:
-        raise ValueError(
-            f"{argument} contains a {type(entry).__name__} that holds no {kind} of this model: "
-            "pass the module itself, or a parameter's name"
-        )
+        near = isinstance(entry, str) and difflib.get_close_matches(entry, parameters, 3, 0.3)
+        shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__}, which"
+        hint = f"did you mean {near}?" if near else "see model.named_parameters()"
+        raise ValueError(f"{argument}={shown} matches no parameter of the model: {hint}")
     return matches
 
 
@@ -545,32 +471,18 @@ def matrices_of_size(
         A dict from each of them to the dimension that indexes tokens.
 
     Raises:
-        ValueError: if there is none of a size, or if hidden layers must be among them: more than
-            two without names, or some with V rows and others with V columns beside them.
+        ValueError: if there is none of a size, or more than a table and a head.
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
-    _mark_blocks(matrices)
+    possible = [m for m in matrices if m.may_embed_tokens and not m.in_block]
     vocab_dims: dict[Tensor, int] = {}
     for n in sorted(_given_sizes(vocab_size)):
-        fitting = [m for m in matrices if n in m.shape]
-        found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
-        dims = [0 if m.shape[0] == n else 1 for m in found]
-        if not found:
-            largest = listed(sorted(matrices, key=lambda m: -max(m.shape))) or "none"
-            there = f"none (the largest matrices: {largest})"
-            if fitting:
-                there = f"{listed(fitting)}, named for something else, or as in a repeated block"
+        dims = {m: int(m.shape[0] != n) for m in possible if n in m.shape}
+        if not 1 <= len(dims) <= 2:
             raise ValueError(
-                f"vocab_size={n}: matrices of this size: {there}. Pass the number of rows of the "
-                "embedding matrix, padding included, or set 'coupled': True in the group of the "
-                "matrix"
+                f"vocab_size={n}: matrices that may embed tokens and have this size: "
+                f"{listed([*dims]) or 'none'}. Pass the model, or model.named_parameters(), or put "
+                "those that embed tokens into a param group with 'coupled': True"
             )
-        if len(found) > 2 and (len({*dims}) > 1 or found[0].name.startswith("parameter ")):
-            raise ValueError(
-                f"vocab_size={n}: {len(found)} matrices have this size, so hidden layers must be "
-                f"among them: {listed(found)}. Pass the model, or names, as in "
-                "model.named_parameters(), or put those that embed tokens into a param group with "
-                "'coupled': True"
-            )
-        vocab_dims |= {m.parameter: dim for m, dim in zip(found, dims)}
+        vocab_dims |= {m.parameter: dim for m, dim in dims.items()}
     return vocab_dims

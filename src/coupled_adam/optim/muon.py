@@ -43,7 +43,7 @@ class MuonWithCoupledAdam(Optimizer):
         groups: further arguments of :func:`coupled_adam.param_groups`.
 
     Raises:
-        RuntimeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
+        AttributeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
         TypeError, ValueError: as in :func:`coupled_adam.param_groups`; if there is no hidden
             matrix; if ``adam_lr`` is missing; if an option is out of range.
 
@@ -70,11 +70,6 @@ class MuonWithCoupledAdam(Optimizer):
         adamw: Parameters = (),
         **groups: Any,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise RuntimeError(
-                f"MuonWithCoupledAdam needs torch.optim.Muon, which torch {torch.__version__} does "
-                "not have: install torch 2.9 or later"
-            )
         if adam_lr is None and adjust_lr_fn != "match_rms_adamw":
             raise ValueError(
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
@@ -91,10 +86,6 @@ class MuonWithCoupledAdam(Optimizer):
             without_muon = [(name, p) for name, p in named if p.dim() != 2 or p in for_adamw]
             group["param_names"] = [name for name, _ in without_muon]
             group["params"] = [p for _, p in without_muon]
-        if not hidden:
-            raise ValueError(
-                "the model has no trainable hidden matrix that Muon could update: use CoupledAdamW"
-            )
         muon = torch.optim.Muon(
             hidden,
             lr=lr,
@@ -183,9 +174,6 @@ class MuonWithCoupledAdam(Optimizer):
             ValueError: if the groups are not those of this optimizer, or if a state does not fit
                 its parameter. The optimizer is then unchanged.
         """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
         self._share()
         saved = state_dict["param_groups"]
         if ["ns_steps" in g for g in saved] != ["ns_steps" in g for g in self.param_groups]:
@@ -198,10 +186,5 @@ class MuonWithCoupledAdam(Optimizer):
             keys = {key for group in groups for key in group["params"]}
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
             inner.load_state_dict({"state": state, "param_groups": groups})
-        of_muon, of_adam = iter(self._muon.param_groups), iter(self._adam.param_groups)
-        self.param_groups = [
-            next(of_muon if "ns_steps" in group else of_adam) for group in self.param_groups
-        ]
+        self.param_groups = [*self._muon.param_groups, *self._adam.param_groups]
         self.state = defaultdict(dict, {**self._muon.state, **self._adam.state})
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)

@@ -51,39 +51,17 @@ def global_offset(matrix: Tensor) -> tuple[int, int]:
     return row, column
 
 
-def same_layout(x: Tensor, other: Tensor) -> bool:
-    """Whether both are plain, or both DTensors with the same mesh and placements."""
-    if not is_dtensor(x) or not is_dtensor(other):
-        return is_dtensor(x) == is_dtensor(other)
-    same: bool = x.device_mesh == other.device_mesh  # type: ignore[attr-defined]
-    return same and x.placements == other.placements  # type: ignore[attr-defined]
-
-
-def placed_as(x: Tensor, other: Tensor) -> Tensor:
-    """Redistribute a DTensor to another's placements, from which a gradient's may differ."""
-    if same_layout(x, other):
-        return x
-    placed: Tensor = x.redistribute(placements=other.placements)  # type: ignore[attr-defined]
-    return placed
-
-
 def shards(placement: Any, dimension: int) -> bool:
     """Whether a placement shards this dimension of a matrix."""
     # Not is_shard(), which is False for the strided shards of FSDP2 with tensor parallelism.
     return getattr(placement, "dim", None) == dimension
 
 
-def splits(p: Tensor, dimension: int) -> tuple[int, ...]:
-    """The mesh dimensions over which a dimension of a matrix is sharded."""
-    if not is_dtensor(p):
-        return ()
-    placements = p.placements  # type: ignore[attr-defined]
-    return tuple(i for i, placement in enumerate(placements) if shards(placement, dimension))
-
-
 def ranks_over(p: Tensor, dimension: int) -> Ranks:
-    """The ranks over which a dimension of a matrix is sharded, as :func:`add_up` takes them."""
-    return tuple((p.device_mesh, i) for i in splits(p, dimension))  # type: ignore[attr-defined]
+    """The ranks over which a dimension of a DTensor is sharded, as :func:`add_up` takes them."""
+    placements = p.placements  # type: ignore[attr-defined]
+    mesh = p.device_mesh  # type: ignore[attr-defined]
+    return tuple((mesh, i) for i, x in enumerate(placements) if shards(x, dimension))
 
 
 class Reduction:
@@ -223,9 +201,10 @@ def place_moment(values: Tensor, p: Tensor, dim: int) -> Tensor:
     return placed
 
 
-def moment_is_placed(values: Tensor, p: Tensor, dim: int) -> bool:
-    """Whether a vector has the layout of a mean of ``p`` over ``dim``."""
-    if not is_dtensor(p) or not is_dtensor(values):
-        return same_layout(p, values)
-    same: bool = values.device_mesh == p.device_mesh  # type: ignore[attr-defined]
-    return same and list(values.placements) == moment_placements(p, dim)  # type: ignore[attr-defined]
+def is_laid_out(value: Tensor, p: Tensor, dim: int | None) -> bool:
+    """Whether a tensor has the layout of ``p``, or for a dimension that of a mean over it."""
+    if not is_dtensor(p) or not is_dtensor(value):
+        return is_dtensor(p) == is_dtensor(value)
+    placements = list(p.placements) if dim is None else moment_placements(p, dim)  # type: ignore[attr-defined]
+    same: bool = value.device_mesh == p.device_mesh  # type: ignore[attr-defined]
+    return same and list(value.placements) == placements  # type: ignore[attr-defined]

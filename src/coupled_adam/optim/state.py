@@ -37,14 +37,18 @@ HOW_TO_LOAD = (
     "torch.distributed.checkpoint, or its set_optimizer_state_dict(..., "
     "options=StateDictOptions(full_state_dict=True))"
 )
+_CHANGED = (
+    "the model or the param group has been changed after the first step. "
+    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+)
 
 
 def check_group(group: Group) -> None:
     """Raise ValueError for options out of range, or parameters that cannot be coupled."""
-    for name in ("coupled", "zero_sum", "stochastic_rounding"):
-        if not isinstance(group[name], bool):
-            raise ValueError(f"Invalid {name}: {group[name]!r} (True or False)")
     for name, is_valid, what in (
+        ("coupled", lambda x: isinstance(x, bool), "True or False"),
+        ("zero_sum", lambda x: isinstance(x, bool), "True or False"),
+        ("stochastic_rounding", lambda x: isinstance(x, bool), "True or False"),
         ("second_moment_scale", lambda x: 0.0 < x < math.inf, "must be positive and finite"),
         ("row_exponent", lambda x: 0.0 <= x <= 1.0, "must be between 0, Coupled Adam, and 1"),
         ("vocab_dim", lambda x: x in (0, 1), "0 for matrices [V, H], 1 for [H, V]"),
@@ -54,20 +58,11 @@ def check_group(group: Group) -> None:
     if not group["coupled"]:
         return
     if group["stochastic_rounding"] and group["differentiable"]:
-        raise ValueError(
-            "stochastic_rounding=True is not differentiable: construct the optimizer with "
-            "differentiable=False"
-        )
+        raise ValueError("stochastic_rounding=True is not differentiable: leave one of them out")
     if group["amsgrad"] and is_lean(group):
         raise ValueError(
             "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
             "amsgrad=False, or leave these two out"
-        )
-    flat_shards = group.get("flat_shards")
-    if flat_shards is not None and len(flat_shards) != len(group["params"]):
-        raise ValueError(
-            f"flat_shards has {len(flat_shards)} entries for {len(group['params'])} parameters: "
-            "give one for each, None for a whole parameter"
         )
     for index, p in enumerate(group["params"]):
         _check_matrix(group, index)
@@ -88,29 +83,23 @@ def check_parameter(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     _check_matrix(group, index)
-    grad = p.grad
-    if grad is None:
-        return
-    if grad.layout != torch.strided:
+    if p.grad.layout != torch.strided:
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: its gradient is sparse, but coupling "
             "averages over all rows. Construct the embedding with sparse=False"
         )
-    if sharded.is_dtensor(grad) != sharded.is_dtensor(p):
+    if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is a {layout_of(p)}, but its gradient "
-            f"is a {layout_of(grad)}. Make both DTensors, or both whole tensors"
+            f"is a {layout_of(p.grad)}. Make both DTensors, or both whole tensors"
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
-        raise RuntimeError(
-            f"capturable=True needs a device of {_get_capturable_supported_devices()}, "
-            f"but {describe(group, index)} is on {p.device}. Construct with capturable=False"
-        )
+        raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
 
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
-    if group.get("flat_shards") and (shards := flat.shards_of(group).get(p)) is not None:
+    if (shards := flat.shards_of(group).get(p)) is not None:
         for shard in shards:
             if p.dim() != 1 or not shard.fits(p.numel()):
                 raise ValueError(
@@ -123,9 +112,7 @@ def _check_matrix(group: Group, index: int) -> None:
     if p.dim() == 2 and p.numel() > 0 and is_supported and not is_partial:
         return
     fix = "Move it to a group without coupled=True"
-    if is_partial:
-        fix = "Redistribute it to Shard or Replicate: a partial sum cannot be updated"
-    elif p.dim() == 1:
+    if p.dim() == 1:
         fix += (
             "; or, if a wrapper has flattened a matrix into it, call "
             "coupled_adam.deepspeed.couple(engine) for DeepSpeed's ZeRO 1 and 2, or use a wrapper "
@@ -212,14 +199,12 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         unfit = {*dims} ^ (state.keys() & MOMENTS)
         if unfit - {"exp_avg"}:
             raise RuntimeError(
-                f"the state of {describe(group, index)} is that of other options: its param group "
-                "has been changed after the first step. "
-                "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+                f"the state of {describe(group, index)} is that of other options: {_CHANGED}"
             )
         if not unfit:
             return
     else:
-        _refuse_capture(group, index)
+        _refuse_capture(p)
         _warn_of_rows_without_gradient(group, index)
         state.setdefault("step", _zero_step(group, p))
     for name in MOMENTS - dims.keys():
@@ -249,35 +234,28 @@ def _zero_step(group: Group, p: Tensor) -> Tensor:
 def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | None) -> None:
     """Raise RuntimeError if an entry of a state does not fit; ``dim`` as in :func:`entries`."""
     p = group["params"][index]
-    shape = entry_shape(group, p, dim)
     # In a narrower dtype every step would be rounded to it.
     is_narrow = value.dtype.itemsize < p.dtype.itemsize
-    if value.device != p.device or value.shape != shape or is_narrow:
+    if value.device != p.device or value.shape != entry_shape(group, p, dim) or is_narrow:
         raise RuntimeError(
-            f"{describe(group, index)} is {p.dtype} on {p.device}, so {name} in its optimizer "
-            f"state must be {list(shape)} like it, and is {list(value.shape)} in {value.dtype} on "
-            f"{value.device}: the model, or 'coupled', has been changed after the first step. "
-            "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+            f"{describe(group, index)} is {p.dtype} on {p.device}, but {name} in its optimizer "
+            f"state is {list(value.shape)} in {value.dtype} on {value.device}: {_CHANGED}"
         )
     if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
         return
-    if not (
-        sharded.same_layout(p, value) if dim is None else sharded.moment_is_placed(value, p, dim)
-    ):
+    if not sharded.is_laid_out(value, p, dim):
         raise RuntimeError(
             f"{describe(group, index)} is a {layout_of(p)}, but its state is laid out differently: "
             f"{name} is a {layout_of(value)}. {HOW_TO_LOAD}"
         )
 
 
-def _refuse_capture(group: Group, index: int) -> None:
+def _refuse_capture(p: Tensor) -> None:
     """Raise RuntimeError if a CUDA graph is captured: each replay would make the state anew."""
     # Fake tensors may be on a GPU where there is none, and nothing to ask.
-    is_cuda = group["params"][index].is_cuda and torch.cuda.is_available()
-    if is_cuda and torch.cuda.is_current_stream_capturing():
+    if p.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"the first step of {describe(group, index)} is captured in a CUDA graph, in which its "
-            "state cannot be made and its kernels cannot be compiled: take a step before the "
+            "a first step makes the state, which no CUDA graph may do: take a step before the "
             "capture"
         )
 
@@ -297,9 +275,8 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
         return
     warnings.warn(
         f"in the first step only {active} of the {rows} rows of {describe(group, index)} have a "
-        "gradient. The shared second moment averages over all rows, so these move up to "
-        f"{math.sqrt(rows / int(active)):.0f} times as far as with Adam, until more rows have had "
-        "one. With zero_sum=True or row_exponent=0.5 the average leaves out rows that never had a "
-        "gradient; or warm the learning rate up",
+        f"gradient. The shared second moment averages over all rows, so these may move "
+        f"{math.sqrt(rows / int(active)):.0f} times as far as with Adam. With zero_sum=True or "
+        "row_exponent=0.5 the average leaves out rows that never had a gradient",
         stacklevel=2,
     )

@@ -11,7 +11,6 @@
 #define _GNU_SOURCE /* for RTLD_DEFAULT */
 #include <dlfcn.h>
 #include <math.h>
-#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -121,8 +120,8 @@ __attribute__((constructor)) static void choose_instructions(void) {
 }
 
 /* Use the threads of torch's OpenMP runtime: they spin while they wait, and would compete with threads
- * of our own. Torch loads the runtime with its symbols visible to other libraries; if they are not, we
- * start threads ourselves. */
+ * of our own. Torch loads the runtime with its symbols visible to other libraries; if they are not, this
+ * thread does it all. */
 static void (*openmp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*openmp_thread)(void), (*openmp_threads)(void);
 
@@ -145,38 +144,15 @@ static void run_in_openmp(void *argument) {
         team->pass(&team->shares[i]);
 }
 
-static void *run_in_thread(void *argument) {
-    const Team *team = argument;
-    team->pass(team->shares);
-    return NULL;
-}
-
 static void run(Pass *pass, Share *shares, int count) {
-    if (count == 1) {
-        pass(shares);
-        return;
-    }
-    if (openmp_parallel != NULL) {
+    if (count > 1 && openmp_parallel != NULL) {
         Team team = {pass, shares, count};
         /* All of torch's threads (0), as in torch's own loops: for fewer, the runtime would end the rest,
          * and the next loop of torch would have to start them again. */
         openmp_parallel(run_in_openmp, &team, 0, 0);
         return;
     }
-    pthread_t ids[MAX_THREADS];
-    Team teams[MAX_THREADS];
-    int started[MAX_THREADS] = {0};
-    for (int i = 1; i < count; i++) {
-        teams[i] = (Team){pass, &shares[i], 1};
-        started[i] = !pthread_create(&ids[i], NULL, run_in_thread, &teams[i]);
-    }
-    pass(shares);
-    for (int i = 1; i < count; i++) {
-        if (started[i])
-            pthread_join(ids[i], NULL);
-        else
-            pass(&shares[i]);
-    }
+    for (int i = 0; i < count; i++) pass(&shares[i]);
 }
 
 /* Divide the rows among the threads. Each gets memory for 8 vectors over the columns, and for its sums;

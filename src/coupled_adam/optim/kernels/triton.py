@@ -11,9 +11,8 @@ every call, and nothing waits for the device, so that a step can be captured in 
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import triton
@@ -273,40 +272,9 @@ def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
     return block if matrix.stride(1) == 1 else (block[1], block[0])
 
 
-@contextlib.contextmanager
-def _launching_on(x: Tensor) -> Iterator[None]:
-    """Make a tensor's device the current one, on which Triton launches.
-
-    While a CUDA graph is captured, a kernel that would have to be compiled raises an error instead.
-    """
-    with torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x):
-        if not _is_capturing(x):
-            yield
-            return
-        # What Triton calls before it compiles; in Triton 3.3 it has another place.
-        is_old = not hasattr(triton, "knobs")
-        hooks, name = (
-            (triton.JITFunction, "cache_hook")
-            if is_old
-            else (triton.knobs.runtime, "jit_cache_hook")
-        )
-        before = getattr(hooks, name)
-        setattr(hooks, name, _refuse_to_compile)
-        try:
-            yield
-        finally:
-            setattr(hooks, name, before)
-
-
-def _is_capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_to_compile(**_: Any) -> NoReturn:
-    raise RuntimeError(
-        "a step is captured in a CUDA graph, but none with the same options was taken before, so "
-        "that its kernels are not compiled: take a step before the capture"
-    )
+def _launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make a tensor's device the current one, on which Triton launches."""
+    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

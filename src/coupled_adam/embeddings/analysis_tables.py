@@ -79,19 +79,15 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
-    """Two rows for each set: r with the usable pairs, and Spearman's."""
+    """A row for each set: r with the usable pairs."""
     reports = [variant.word_similarity for variant in variants]
     rows: list[Row] = []
     for name in dict.fromkeys(name for report in reports if report for name in report.sets):
-        texts, ranks = [], []
-        for report in reports:
-            score = report.sets.get(name) if report else None
-            r, spearman = (None, None) if score is None else (score.r, score.spearman)
-            pairs = "" if score is None else f" {score.pairs}/{score.total}"
-            texts.append(("–" if r is None else f"{r:.1f}") + pairs)
-            ranks.append("–" if spearman is None else f"{spearman:.1f}")
+        scores = [report.sets.get(name) if report else None for report in reports]
+        texts = [
+            "–" if s is None or s.r is None else f"{s.r:.1f} {s.pairs}/{s.total}" for s in scores
+        ]
         rows.append([f"word similarity, {name}", "r", *texts, ""])
-        rows.append([f"word similarity, {name}, by ranks", "rₛ", *ranks, ""])
     return rows
 
 

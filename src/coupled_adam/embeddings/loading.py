@@ -6,6 +6,7 @@ They are found by the tensor names that are common in the various families of mo
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +104,8 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
 def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     """Choose the tensors that are embeddings."""
     matrices = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
-    listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
+    largest = sorted(matrices.items(), key=lambda item: (-math.prod(item[1]), item[0]))
+    listed = ", ".join(f"{name} {list(shape)}" for name, shape in largest[:8])
     if tensor is not None:
         if tensor not in matrices:
             raise ValueError(f"{weights.source} has no matrix {tensor!r}; it contains {listed}")
@@ -137,17 +139,13 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
     return has_head and all(part.get("tie_word_embeddings", True) for part in parts)
 
 
-def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
-    return -item[1][0] * item[1][1], item[0]
-
-
 def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) -> str | None:
     """The matrix with the first of the known names that occurs, after any module prefix."""
     for ending in endings:
-        matches = {name: matrices[name] for name in matrices if f".{name}".endswith(ending)}
+        matches = [name for name in sorted(matrices) if f".{name}".endswith(ending)]
         if matches:
             # If there are several, as in a model that contains a smaller one, take the largest.
-            return min(matches.items(), key=_largest)[0]
+            return max(matches, key=lambda name: math.prod(matrices[name]))
     return None
 
 

@@ -23,7 +23,6 @@ from coupled_adam.embeddings.geometry import Array, Embeddings, Mask
 from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.embeddings.vocabulary import Vocabulary
-from coupled_adam.errors import UsageError
 from coupled_adam.rendering.tables import Table
 
 if TYPE_CHECKING:
@@ -229,8 +228,7 @@ def verify_undertrained(
     without counts, has the higher indicator. For the rest see :func:`verify`.
     """
     analysis, indicated = undertrained.analysis, undertrained.indicated
-    if analysis.tokenizer is None:
-        raise UsageError(f"--verify needs a tokenizer, which {analysis.model} has not")
+    assert analysis.tokenizer is not None  # or the command would have refused it
     ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
     rows = np.array(undertrained.rows, np.int64)
     candidates = analysis.vocabulary.categories == "ok"

@@ -1,6 +1,10 @@
 """Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
 
 import copy
+import importlib.util
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -101,6 +105,18 @@ def test_olmo_core():
     assert OptimConfig.get_registered_class("coupled_adamw") is CoupledAdamWConfig
 
 
+def test_llama_factory():
+    pytest.importorskip("llamafactory.v1.plugins.trainer_plugins.optimizer")
+    from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
+
+    import coupled_adam.integrations.llama_factory  # noqa: F401
+
+    model = Decoder()
+    config = {"name": "coupled_adamw", **OPTIONS, "weight_decay": 0.3, "embeddings": "lean"}
+    optimizer = OptimizerPlugin("coupled_adamw")(model, config)
+    assert_as_param_groups(model, optimizer, 0.3, "lean")
+
+
 def test_axolotl(tmp_path):
     """Its plugin manager gives the trainer the factory, to be called as its trainer's mixin does.
 
@@ -119,3 +135,48 @@ def test_axolotl(tmp_path):
     manager.post_trainer_create(None, trainer)
     factory, options = trainer.optimizer_cls_and_kwargs
     assert_as_param_groups(model, factory()(model, **options), 0.3, "lean")
+
+
+def test_nemo_automodel():
+    """From a class path and options, as its recipes build what a YAML file names."""
+    optim = pytest.importorskip("nemo_automodel.components.optim.optimizer")
+    model = Decoder()
+    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}
+    (optimizer,) = optim.build_optimizer(model, ("coupled_adam.CoupledAdamW", options))
+    assert_as_param_groups(model, optimizer, 0.0, "lean")
+
+
+def test_modalities():
+    """As its ``Main`` builds a component from the configuration."""
+    pytest.importorskip("modalities.config.pydantic_if_types")
+    from coupled_adam.integrations.modalities import CoupledAdamWConfig, coupled_adam_w
+
+    model = Decoder()
+    options = {**OPTIONS, "weight_decay": 0.3, "embeddings": "lean", "wrapped_model": model}
+    optimizer = coupled_adam_w(**dict(CoupledAdamWConfig(**options)))
+    assert_as_param_groups(model, optimizer, 0.3, "lean")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("swift") is None, reason="not installed")
+def test_ms_swift(tmp_path, frameworks_in_processes):
+    """In a process of its own, since ms-swift changes transformers' classes for everyone."""
+    subprocess.run([sys.executable, __file__, tmp_path], check=True)
+
+
+def ms_swift(folder):
+    """As its trainer takes the optimizer from the callback that the arguments name."""
+    from swift.optimizers import optimizers_map
+    from transformers import TrainingArguments
+
+    import coupled_adam.integrations.ms_swift  # noqa: F401
+
+    model = Decoder()
+    options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
+    args = TrainingArguments(folder, **options, optim_args="embeddings=lean")
+    trainer = types.SimpleNamespace(model=model)
+    callback = optimizers_map["coupled_adamw"](args, trainer)
+    assert_as_param_groups(model, callback.create_optimizer(), 0.3, "lean")
+
+
+if __name__ == "__main__":
+    ms_swift(sys.argv[1])

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         quiet_libraries()
         with _sigterm_raises():
             command.run(options)
+        sys.stdout.flush()
         return 0
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{resume}")
         return 130
+    except BrokenPipeError:  # what reads the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         code, message = _explained(error, resume)
         if not code:  # a bug

@@ -22,10 +22,9 @@ from bench.training import training_speed
 from tqdm import tqdm
 
 from coupled_adam.cli.options import DeviceOption
-from coupled_adam.cli.terminal import print_table
+from coupled_adam.cli.terminal import show
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.recipe import load_recipe, override, read_yaml
 from coupled_adam.lab.training.environment import environment
 
 OTHERS = (
@@ -88,7 +87,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({**content, "results": [result.to_dict() for result in results]}))
     else:
-        print_table(bench_table(results))
+        show(bench_table(results))
     if options.picture:
         from coupled_adam.rendering.pictures import drawn
 

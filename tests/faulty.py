@@ -13,7 +13,6 @@ import torch
 
 from coupled_adam import cli, files
 from coupled_adam.lab.evaluation import evaluate as evaluation
-from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.training import distributed
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.module import LanguageModel
@@ -94,8 +93,6 @@ def build_in(fault, number):
         "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
-        "figures": (reporting, "draw_all", kill),
-        "page": (reporting, "report_page", kill),
         "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),
         "death": (LanguageModel, "loss", on_rank_one(kill, loss)),
     }

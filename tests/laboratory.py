@@ -18,12 +18,12 @@ from processes import Process, start_ranks
 
 FAULTY = Path(__file__).with_name("faulty.py")
 
-SHORT = ["--steps", 40, "training.evaluate_every=10"]
-LONG = ["--steps", 200, "training.evaluate_every=10"]  # so long that it is stopped where we want
+SHORT = ["--steps", 40, "--training.evaluate_every=10"]
+LONG = ["--steps", 200, "--training.evaluate_every=10"]  # so long that it is stopped where we want
 
 # In float64, and at a learning rate at which training does not amplify differences, other orders of
 # summation leave about 1e-13. A wrong mean over the vocabulary, batch or loss would show at once.
-EXACT = ["training.precision=64-true", "training.lr=1e-3"]
+EXACT = ["--training.precision=64-true", "--training.lr=1e-3"]
 
 
 class Laboratory:
@@ -62,12 +62,6 @@ class Laboratory:
             stderr = captured.getvalue()
         assert returned == code, stderr
         return stderr
-
-    def command_line(self, *arguments, fault, code=0):
-        """Any command, with a fault that tests/faulty.py builds in."""
-        process = Process([sys.executable, str(FAULTY), *fault.split(), *arguments])
-        _, stderr = process.communicate()
-        assert process.returncode == code, stderr
 
     def stop(self, out, *more, step, number, code, **options):
         """Send a signal to all its processes once this run has logged that step."""

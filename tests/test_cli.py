@@ -1,12 +1,12 @@
 """The command as a user runs it: real processes, real folders."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,19 +14,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
 from coupled_adam.cli import main, recipes
 from coupled_adam.cli.options import DeviceOption
-from coupled_adam.cli.parser import Parser, add_arguments
-from coupled_adam.cli.terminal import print_path, print_table
+from coupled_adam.cli.parser import make_parser, parsed
+from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training import distributed
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
@@ -65,21 +63,10 @@ def test_compare(small_recipe, text_file, tmp_path):
     )
     for name in runs:
         folder = out / name
-        assert {path.name for path in folder.iterdir()} == {
-            "config.yaml",
-            "environment.json",
-            "metrics.jsonl",
-            "evaluation.json",
-            "checkpoints",
-            "model",
-            "tensorboard",
-            "unigram_counts.npy",
-            ".lock",
-            *(["second_moments"] if name.startswith("adamw") else []),
-        }
-        environment = json.loads((folder / "environment.json").read_text())
-        assert environment["packages"]["torch"] == torch.__version__
-        assert environment["command"][1] == "compare"
+        files = "config.yaml environment.json metrics.jsonl evaluation.json checkpoints model"
+        files += " tensorboard unigram_counts.npy .lock"
+        files += " second_moments" if name.startswith("adamw") else ""
+        assert {path.name for path in folder.iterdir()} == {*files.split()}
         # The model is one that Hugging Face loads, and the numbers are its numbers.
         model = GPT2LMHeadModel.from_pretrained(folder / "model")
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -121,77 +108,49 @@ def errors(small_recipe, text_file, tmp_path):
     short.write_text("Too short.")
     taken.mkdir()
     (taken / "precious").write_text("data")
-    new = tmp_path / "out"
     recipe = ("--recipe", small_recipe)
-    return {
-        "missing text": (("--text", tmp_path / "x.txt", *recipe), f"{tmp_path / 'x.txt'}: No such"),
-        "empty text": (("--text", empty, *recipe), f"--text {empty}: there is no text in it"),
-        "short text": (("--text", short, *recipe), f"--text {short} is too short"),
-        "long name": (("--text", "x" * 300, *recipe), "File name too long"),
-        "name that is no UTF-8": (("--out", "a\udcff", *recipe), "is not UTF-8"),
-        "an option that is empty": (("--text", "", *recipe), "--text is empty: give a value"),
-        "unwritable folder": (("--out", text_file / "sub", *recipe), "annot be written"),
-        "unwritable place": (("--out", "/proc/sub", *recipe), "cannot be written"),
-        "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
-        "existing file": (("--out", text_file, *recipe), "exists"),
-        "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
-        "resume of nothing": (("--out", new, "--resume"), "to resume: leave out --resume to start"),
-        "unknown option": (("--stesp", 3), "did you mean --steps?"),
-        "unlike any option": (("--qqq", 3), "see coupled-adam compare --help"),
-        "a key without its section": (("--lr", 3), "did you mean --training.lr?"),
-        "an option that is a key": (("--batch-size", 3), "did you mean --training.batch_size?"),
-        "unknown key": (("--model.n_layr", 2), "did you mean --model.n_layer?"),
-        "unknown argument": (("tiny",), "unrecognized arguments: tiny"),
-        "wrong type": (
-            ("--model.n_layer", "two"),
-            "model.n_layer=two: Input should be a valid int",
-        ),
-        "an arm that is not there": (("--arms.half.row_exponent=0.5",), "There are adamw, coupled"),
-        "a variant that is none": (
-            ("--variant", "os:system", *recipe),
-            "variant=os:system is a builtin_function_or_method, and must be a Variant",
-        ),
-        "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
-        "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),
-        "unknown logger": (("--logger", "paper"), "--logger paper: Input should be 'tensorboard'"),
-        "bad steps": (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
-        "bad seeds": (("--seeds", "one"), "one: Input should be a valid integer"),
-        "a seed twice": (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        "endless seeds": (("--seeds", 9999, *recipe), "must be from 1 to 1000"),
-        "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
-        "bad device": (("--device", "tpu", *recipe), "--device tpu is not available here"),
-        "a GPU that is not there": (("--device", "cuda:99", *recipe), "--device cuda:99 is not"),
-        "a model that cannot be trained": (
-            ("model.architecture=llama", "model.config={attention_dropout: 5.0}", *recipe),
+    return [
+        (("--text", tmp_path / "x.txt", *recipe), f"{tmp_path / 'x.txt'}: No such"),
+        (("--text", empty, *recipe), f"data.text={empty}: there is no text in it"),
+        (("--text", short, *recipe), f"data.text={short} is too short"),
+        (("--out", text_file / "sub", *recipe), "cannot be written"),
+        (("--out", taken, *recipe), "continue it with --resume"),
+        (("--out", text_file, *recipe), "exists"),
+        (("--out", taken, "--resume"), "holds no comparison"),
+        (("--stesp", 3), "unrecognized arguments: --stesp 3; did you mean --steps?"),
+        (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
+        (("tiny",), "unrecognized arguments: tiny"),
+        (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
+        (("--arms.half.row_exponent=0.5",), "the recipe has the arms adamw, coupled"),
+        (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
+        (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
+        (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
+        (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
+        (("--steps",), "--steps: expected one argument"),
+        (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
+        (("--seeds", 0, *recipe), "seeds=[]: List should have at least 1 item"),
+        (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
+        (
+            ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),
             "model.architecture=llama cannot be trained with these values of model, of which",
         ),
-        "no value": (("--steps",), "--steps: expected one argument"),
-        "two lengths": (("--steps", 3, "training.tokens=999", *recipe), "they are 3 and 999"),
-        "two texts": (("--text", text_file, "data.hub=x", *recipe), "data.hub exclude each other"),
-        "too large": (
-            ("--model.n_embd", 2000000, *recipe),
-            "a model of 48,000.7 billion parameters (model.n_embd=2000000,",
-        ),
-        "missing device": (("--device", "mps", "--out", new, *recipe), "is not available here"),
-        "unknown recipe": (("--recipe", "tinny"), "did you mean tiny?"),
-    }
+        (("--steps", 3, "--training.tokens=999", *recipe), "they are 3 and 999"),
+        (("--text", text_file, "--data.hub=x", *recipe), "data.hub exclude each other"),
+        (("--recipe", "tinny"), "did you mean tiny?"),
+    ]
 
 
 def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
     """One line with the fix, exit code 2, nothing made, nothing overwritten."""
     cases = errors(small_recipe, text_file, tmp_path)
-    if torch.backends.mps.is_available():
-        del cases["missing device"]
-    if importlib.util.find_spec("wandb"):
-        del cases["missing wandb"]
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
-    for name, (arguments, message) in cases.items():
-        assert main(["compare", *map(str, arguments)]) == 2, name
+    for arguments, message in cases:
+        assert main(["compare", *map(str, arguments)]) == 2, message
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("coupled-adam: error: "), name
-        assert message in line, (name, line)
-        assert snapshot(tmp_path) == before, name
+        assert line.startswith("coupled-adam: error: ")
+        assert message in line
+        assert snapshot(tmp_path) == before, message
 
 
 @pytest.mark.parametrize(
@@ -217,40 +176,11 @@ def test_a_bug_is_a_traceback(monkeypatch):
         main(["recipes"])
 
 
-@pytest.mark.parametrize("command", ["analyze", "evaluate", "report"])
-def test_a_name_that_no_file_can_have(command, capsys):
-    assert main([command, "x" * 300]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "File name too long: " in line
-
-
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_standard_streams_may_be_closed(name, monkeypatch, capsys):
-    """As Lightning and the progress bars need them."""
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: getattr(sys, name).isatty())
-    monkeypatch.setattr(sys, name, None)
-    assert main(["recipes"]) == 0
-    getattr(sys, name).close()
-
-
-def test_standard_output_may_be_full():
-    """One line; Python would add two of its own at its end."""
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "coupled_adam.cli", "recipes"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
-    assert "No space left on device" in result.stderr
-
-
 def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     """Of names of files, models and tokens: no escape sequence comes through."""
     evil = "a\x1b[2J\x1b]0;title\x07\x9bK\rb"
-    print_path(evil, Path(evil))
-    print_table(Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil]))
+    show(f"{evil} {Path(evil)}")
+    show(Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil]))
     assert main(["analyze", str(tmp_path / evil)]) == 2
     out, err = capsys.readouterr()
     said = out.replace("\n", "") + err.replace("\n", "")
@@ -283,10 +213,10 @@ def test_where_results_go_is_checked_before_the_work(
         monkeypatch.setattr(work, lambda *_, **__: pytest.fail("it has begun"))
     (tmp_path / "file").write_text("")
     words = [str(tmp_path) if word == "FOLDER" else word for word in command]
-    for place in (tmp_path / "file" / "x.png", "/proc/x.png"):
-        assert main([*words, option, str(place)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"{option} {place} cannot be written" in line
+    place = tmp_path / "file" / "x.png"
+    assert main([*words, option, str(place)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{option} {place} cannot be written" in line
     assert set(tmp_path.iterdir()) == {text_file, tmp_path / "file"}
 
 
@@ -300,23 +230,17 @@ def test_a_result_replaces_nothing_unasked(tmp_path, capsys):
     assert (tmp_path / "x.html").read_text() == "mine"
     assert main([*command, "--overwrite"]) == 0
     assert "isotropy" in (tmp_path / "x.html").read_text()
-    assert main([*command, "--overwrite", "--explore", str(tmp_path / "x.html")]) == 2
-    assert f"are both {tmp_path / 'x.html'}: name two" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeypatch):
-    """The numbers are on standard output, and the error names the option and the file."""
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    """The numbers are on standard output, and the error names the file."""
+    full = Mock(side_effect=OSError(28, "No space left on device", str(tmp_path / "x.html")))
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
     monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
     assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out
-    assert f"--html {tmp_path / 'x.html'} cannot be written (No space left on device)" in err
-    assert "--resume" not in err
+    assert err == f"coupled-adam: error: No space left on device: {tmp_path / 'x.html'}\n"
 
 
 @pytest.fixture
@@ -343,44 +267,26 @@ def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch)
 
 
 def test_one_of_several_gpus(monkeypatch):
-    """By its number for one process; a launcher shares them out among several."""
+    """By its number."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     devices = [DeviceOption(device=name).usable_device() for name in ("auto", "cuda", "cuda:1")]
     assert devices == ["cuda", "cuda", "cuda:1"]
     with pytest.raises(UsageError, match="--device cuda:2 is not available here; available: cuda"):
         DeviceOption(device="cuda:2").usable_device()
-    monkeypatch.setattr(distributed, "launcher", Mock())
-    with (
-        pytest.raises(UsageError, match="--device cuda:1 is for one process"),
-        distributed.process_group("cuda:1"),
-    ):
-        pass
-
-
-def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("coupled_adam.lab.comparison.compare", lambda *_, **__: None)
-    common = ["compare", "--recipe", str(small_recipe), "--out", str(tmp_path / "new")]
-    for steps, is_said in ((4, True), (5, False)):
-        assert main([*common, "--steps", str(steps), "--seeds", "1,3"]) == 0
-        shown = capsys.readouterr().out
-        assert ("The warmup of 4 steps does not end" in shown) == is_said
-        assert "seeds 1, 3" in shown
 
 
 @pytest.mark.parametrize(
     "command", [["compare"], ["train", "--arm=adamw"]], ids=["compare", "train"]
 )
-def test_nothing_to_resume_is_said(command, small_recipe, tmp_path, monkeypatch, capsys):
+def test_nothing_to_resume(command, small_recipe, tmp_path, monkeypatch, capsys):
     """A recipe that is named is begun; without one, OUT may be a slip of the pen."""
     for work in ("compare", "train_and_evaluate"):
         monkeypatch.setattr(f"coupled_adam.lab.comparison.{work}", lambda *_, **__: None)
     resume = [*command, "--resume", "--out", str(tmp_path / "new")]
     assert main([*resume, "--recipe", str(small_recipe)]) == 0
-    said = f"nothing to resume, so this begins anew: {tmp_path / 'new'}"
-    assert said in capsys.readouterr().out
     assert main(resume) == 2
-    assert "to resume: leave out --resume to start one" in capsys.readouterr().err
+    assert "to resume: leave out --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["small.yaml", "tiny"])
@@ -391,40 +297,6 @@ def test_resume_with_another_recipe(recipe, tmp_path, capsys, monkeypatch):
     assert "holds another comparison" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("encoding", "pipe"), [("ascii", ""), ("utf-8", "| head -1")])
-def test_a_terminal_without_unicode_or_one_that_is_closed(encoding, pipe, tmp_path):
-    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    result = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m coupled_adam.cli analyze {tmp_path}/m.npy {pipe}"],
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-        capture_output=True,
-    )
-    assert (result.returncode, result.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize("command", ["analyze", "evaluate"])
-def test_a_comparison_is_no_model(command, tmp_path, capsys):
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    assert main([command, str(tmp_path / "runs")]) == 2
-    assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
-
-
-def test_embeddings_without_numpy():
-    script = "import sys; sys.modules['numpy'] = None; import coupled_adam.embeddings"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "coupled_adam.embeddings needs an extra, pip install" in result.stderr
-    assert "[embeddings]" in result.stderr
-
-
-def test_error_in_a_process(small_recipe, tmp_path):
-    """The same from outside: nothing but the line on standard error, not even from libraries."""
-    arguments = ("--recipe", small_recipe, "--text", tmp_path / "missing.txt")
-    result = run("compare", *arguments, start=fresh, cwd=tmp_path)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("arguments", [(), ("comapre",)])
 def test_no_command(arguments):
     result = run(*arguments)
@@ -433,16 +305,8 @@ def test_no_command(arguments):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_version():
-    from coupled_adam import __version__
-
-    assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
-
-
 def parser_of(name):
-    parser = Parser(name, None)
-    add_arguments(parser, cli.load_command(name).Options)
-    return parser
+    return make_parser(cli.load_command(name))
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -459,45 +323,20 @@ def test_options_are_the_arguments(name):
 
 
 def test_a_key_of_the_recipe_is_an_option(monkeypatch):
-    """With its meaning and default; it has the last word, however it is written."""
-    options = cli.parse(
-        "compare",
+    """It has the last word, however it is written."""
+    options = parsed(
         cli.load_command("compare"),
-        ["--training.lr=1e-3", "model.n_layer=4", "--arms.lean.lr_factor", "[2, 4]", "--steps=7"],
+        ["--training.lr=1e-3", "--model.n_layer=4", "--arms.lean.lr_factor", "[2, 4]", "--steps=7"],
     )
     recipe = options.recipe_of(load_recipe("demo").to_dict())
     assert (recipe.training.lr, recipe.model.n_layer, recipe.steps) == (1e-3, 4, 7)
     assert list(recipe.arms) == ["adamw", "coupled_adam", "lean-1", "lean-2"]
-    shown = " ".join(parser_of("compare").format_help().split())
-    assert "--training.final_lr VALUE the final learning rate of cosine and wsd" in shown
-    assert "as a share of lr (default: 0.1)" in shown
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
-        ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
-        ["--exclude", "padding,unseen", "--neighbours", "king", "queen", "m.npy", "--show", "5"],
-        ["--neighbours", "king", "queen", "m.npy", "--exclude", "padding,unseen"],
-        ["--neighbours", "king", "queen", "--exclude", "padding", "unseen", "m.npy"],
-        ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
-    ],
-)
-def test_lists_and_the_model_in_any_order(words):
-    options = cli.parse("analyze", cli.load_command("analyze"), words)
-    assert options.models == ["m.npy"]
-    assert options.neighbours == ["king", "queen"]
-    assert options.exclude == ["padding", "unseen"]
-
-
-def test_a_warning_is_one_line_without_a_place(tmp_path):
-    tensors = {"embed_tokens.weight": torch.randn(30, 4), "lm_head.weight": torch.ones(9, 4)}
-    save_file(tensors, tmp_path / "m.safetensors")
-    result = run("analyze", tmp_path / "m.safetensors")
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"coupled-adam: warning: {tmp_path}/m.safetensors: the 9 rows of")
-    assert result.returncode == 0
+def test_a_warning_is_one_line_without_a_place():
+    quiet_libraries()
+    said = warnings.formatwarning("a\nb", UserWarning, "place.py", 3)
+    assert said == "coupled-adam: warning: a b\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -514,7 +353,6 @@ def test_torchrun_takes_no_option_for_its_own(name):
     [
         (["recipes"], "pydantic"),
         (["analyze", "m.npy"], "scipy"),
-        (["compare"], "yaml"),
     ],
 )
 def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
@@ -531,20 +369,6 @@ def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
     assert missing in line
     assert "pip install" in line
     assert "[lab]" in line
-
-
-def test_recipes(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    for words in (
-        "tiny",
-        "124M-20B-scaled",
-        "2.6B-210B",
-        "stablelm, 32 x 2560",
-        "Skylion007/openwebtext",
-    ):
-        assert words in listed
 
 
 def test_import_needs_torch_alone():

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 import coupled_adam
 import token_models
 from coupled_adam import cli
+from coupled_adam.cli.parser import parsed
 from coupled_adam.cli.recipes import explained
 from coupled_adam.lab.recipe import load_recipe, load_values
 
@@ -96,7 +97,7 @@ def test_commands(block):
     for command in commands(block):
         ours = of_ours(command)
         if ours is not None:
-            options = cli.parse(ours[0], cli.load_command(ours[0]), ours[1:])
+            options = parsed(cli.load_command(ours[0]), ours[1:])
             if getattr(options, "recipe", None):
                 recipe = options.recipe_of(load_values(options.recipe))
                 assert getattr(options, "arm", None) in (None, *recipe.arms)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from coupled_adam import cli
+from coupled_adam.cli.parser import parsed
 from processes import Process, start_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -159,7 +160,7 @@ def test_slurm(code, resumed, tmp_path):
 
     program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
     assert (program, command) == ("coupled-adam", "compare")
-    given = cli.parse(command, cli.load_command(command), arguments)
+    given = parsed(cli.load_command(command), arguments)
     assert (given.recipe, given.out, given.resume) == ("124M-5B", out, resumed)
     requeued = tmp_path / "scontrol.txt"
     assert (requeued.read_text() if requeued.exists() else None) == (

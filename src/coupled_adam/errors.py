@@ -3,9 +3,6 @@
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
-
-E = TypeVar("E", bound=BaseException)
 
 
 class UsageError(Exception):
@@ -45,35 +42,19 @@ class PreemptedError(BaseException):
     """
 
 
-def on_all_ranks(error: E) -> E:
-    """Mark an error that every process of a run raises, so that only the first one prints it."""
-    error.__dict__["on_all_ranks"] = True
-    return error
-
-
-def is_on_all_ranks(error: BaseException) -> bool:
-    """Whether an error was marked by :func:`on_all_ranks`."""
-    return "on_all_ranks" in error.__dict__
-
-
 def printable(text: str) -> str:
     """A text in which each character that a terminal would obey is replaced by a space."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def one_line(error: object, longest: int | None = 600) -> str:
-    """An error's message on one line, without control characters, which a terminal would obey.
-
-    A message of more than ``longest`` characters is shortened in the middle, unless this is None.
-    """
-    message = str(error) or type(error).__name__
-    text = printable(" ".join(message.split()))
-    if longest is None or len(text) <= longest:
-        return text
-    return f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"
+def one_line(error: object, longest: int = 600) -> str:
+    """An error's message on one line, printable, and shortened in the middle if it is longer."""
+    text = printable(" ".join(str(error).split())) or type(error).__name__
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
-def did_you_mean(name: str, names: Iterable[str], otherwise: str, most: int = 1) -> str:
-    """A hint at the names that are most like an unknown one, at most so many; or another hint."""
-    near = difflib.get_close_matches(name, [*names], n=most)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """The name that is most like an unknown one; if none is, another hint, or all names."""
+    near = difflib.get_close_matches(name, names := [*names], n=1)
+    return f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(names)}"

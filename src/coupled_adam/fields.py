@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 
@@ -22,23 +22,15 @@ T = TypeVar("T")
 LARGEST = 10**15
 """The limit of all counts: far larger than any in use, and exact as a float."""
 
-
-def _not_a_bool(value: Any) -> Any:
-    """The value; pydantic would read ``true`` as 1."""
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-_Whole = Annotated[int, BeforeValidator(_not_a_bool)]
-_Number = Annotated[float, BeforeValidator(_not_a_bool)]
-Count = Annotated[_Whole, Field(ge=1, le=LARGEST)]
-WholeNumber = Annotated[_Whole, Field(ge=0, le=LARGEST)]
-Seed = Annotated[_Whole, Field(ge=0, lt=2**32)]
-Finite = Annotated[_Number, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
-PositiveOrInfinite = Annotated[_Number, Field(gt=0)]
+PositiveOrInfinite = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[_Number, Field(ge=0, le=1)]
-Beta = Annotated[_Number, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def require(condition: object, message: str) -> None:
@@ -84,16 +76,11 @@ def checked(cls: type[T], values: Any, shown: Callable[[str, str], str] = "{}={}
         errors = error.errors(include_url=False)
     # An unknown key comes first, since it is often why another one is missing.
     first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
-    *places, last = first["loc"] or ("",)
-    key = ".".join(map(str, first["loc"]))
+    key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     if first["type"] == "unexpected_keyword_argument":
-        section = sections(cls).get(str(places[0]), cls) if places else cls
-        names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
-        elsewhere = [f"{s}.{last}" for s, kind in sections(cls).items() if last in meanings(kind)]
-        hint = did_you_mean(str(last), names, f"there are {', '.join(names)}")
-        hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else hint
+        section = sections(cls).get(str(first["loc"][0]), cls)
+        hint = did_you_mean(str(first["loc"][-1]), meanings(section))
         raise UsageError(f"{key} is no key: {hint}")
-    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing" or not key:
         raise UsageError(f"{key}: {message}".removeprefix(": "))
     raise UsageError(f"{shown(key, one_line(first['input'], 80))}: {message}")

@@ -1,10 +1,9 @@
 """Files and folders that are complete or absent, and locks that end with their process."""
 
-import errno
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -49,26 +48,17 @@ def new_folder(path: Path, replace: bool = True) -> Iterator[Path]:
     Raises:
         OSError: the disk is full or the place is not writable; the old folder is kept.
     """
-    temporary = temporary_path(path)
+    temporary, old = temporary_path(path), temporary_path(path)
     temporary.mkdir()
-    replaced: list[Path] = []
     try:
         yield temporary
-        while True:
-            try:
-                temporary.rename(path)
-                break
-            except OSError as error:
-                if not replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            replaced.append(temporary_path(path))
-            with suppress(FileNotFoundError):  # another process may be replacing it as well
-                path.rename(replaced[-1])
+        if replace and path.exists():
+            path.rename(old)
+        temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in replaced:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -79,14 +69,11 @@ def sole_writer(folder: Path) -> Iterator[None]:
         UsageError: if another process writes to it.
         OSError: if the folder is not writable.
     """
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout:
         raise UsageError(
             f"{folder} is in use by another process: wait for it, or choose another --out"
         ) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()

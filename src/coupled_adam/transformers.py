@@ -5,6 +5,7 @@ The callback that logs the measures of the embeddings is
 """
 
 import ast
+import contextlib
 from typing import Any
 
 from torch import nn
@@ -20,15 +21,7 @@ _OF_GROUPS = {"embeddings", "head_lr", "embedding_weight_decay", "couple", "tabl
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     """Let a trainer train with Coupled Adam: the same line for every subclass of ``Trainer``.
 
-    It is for those, too, that have no argument for an optimizer's class, such as TRL's for DPO,
-    GRPO and KTO. Call it before ``trainer.train()``::
-
-        use_coupled_adam(trainer, embeddings="lean")
-
-    Args:
-        trainer: the trainer, whose model, learning rate, betas, epsilon, weight decay and ``fused``
-            are used.
-        options: as in :class:`CoupledAdamWFactory`.
+    Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`.
 
     Raises:
         ValueError: if the trainer has an optimizer already.
@@ -69,15 +62,15 @@ class CoupledAdamWFactory:
             ValueError: as the two raise it, or if ``optim_args`` is no list of options.
         """
         if args is not None:
-            from_args = {
+            options = {
                 "lr": args.learning_rate,
                 "betas": (args.adam_beta1, args.adam_beta2),
                 "eps": args.adam_epsilon,
                 "weight_decay": args.weight_decay,
                 "fused": True if args.optim == "adamw_torch_fused" else None,
                 **_options_in(args.optim_args or ""),
+                **options,
             }
-            options = {**from_args, **options}
         elif "lr" not in options:
             raise TypeError(
                 "the trainer does not tell an optimizer factory its learning rate: write "
@@ -94,8 +87,7 @@ def _options_in(text: str) -> dict[str, Any]:
         name, _, value = option.partition("=")
         if not value:
             raise ValueError(f"optim_args={text!r} must be options such as embeddings=lean")
-        try:
+        options[name] = value
+        with contextlib.suppress(SyntaxError, ValueError):
             options[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            options[name] = value
     return options

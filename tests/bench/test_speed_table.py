@@ -53,26 +53,3 @@ def test_a_table_for_each_processor():
         "| 64 × 8, clip | 0.90 (0.90–0.90) |  |",
     ]
     assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
-
-
-def test_a_gpu_is_named_where_it_was_timed():
-    one = timed(Case(64, 8), "AdamW", *STEADY)
-    assert speed_table.heading(results(one, gpus=["H1"], device="H1")).startswith("H1, Sparc")
-    assert speed_table.heading(results(one, gpus=["H1"])).startswith("Sparc")
-
-
-def test_runs_of_the_same_case_are_put_together_and_shown_one_by_one():
-    case = speed_table.SHOWN_BY_RUN
-    files = {
-        "a.json": results(timed(case, "CoupledAdamW", 0.7, 0.7), timed(case, "AdamW", 2.0, 2.0)),
-        "b.json": results(Timed(case, "CoupledAdamW", [(8.0, 10.0, 1.0)] * 4, 0, 0, None)),
-    }
-    section = speed_table.tables(files)
-    assert "| 50,304 × 768 | 0.80 (0.70–0.80) | 2.00 (2.00–2.00) |" in section
-    assert section.endswith(
-        "50,304 × 768 in each run:\n\n"
-        "| run | fused AdamW, ns per element | CoupledAdamW | AdamW |\n"
-        "| --- | ---: | ---: | ---: |\n"
-        "| a.json | 25.88 | 0.70 | 2.00 |\n"
-        "| b.json | 258.84 | 0.80 |  |"
-    )

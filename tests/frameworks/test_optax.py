@@ -129,24 +129,6 @@ def test_oracle(options, columns):
         assert state.mean_update is None
 
 
-def test_eager_and_scan():
-    """Without compilation, and as the body of a loop, where a state must keep its types."""
-    tx = optimizer(row_exponent=0.5)
-    grads = jnp.asarray(gradients())
-
-    def step(carry, g):
-        params, state = carry
-        updates, state = tx.update(g, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    params = jnp.asarray(matrix())
-    (scanned, _), _ = jax.lax.scan(step, (params, tx.init(params)), grads)
-    eager, _ = train(tx, params, grads[:2], update=tx.update)
-    jitted, _ = train(tx, params, grads[:2])
-    close(scanned, expected(row_exponent=0.5).embeddings)
-    close(eager, jitted)
-
-
 @pytest.mark.parametrize("options", [{}, {"row_exponent": 1.0, "zero_sum": True}], ids=str)
 def test_vmap_over_seeds(options):
     tx = optimizer(**options)
@@ -200,25 +182,6 @@ def test_the_rest_is_optax_adamw():
     close(actual["head"]["kernel"].T, truth[1].embeddings)
 
 
-def test_labels_with_the_structure_of_a_callable_model():
-    """As models of equinox are: neither they nor their labels are functions that label."""
-
-    @functools.partial(
-        jax.tree_util.register_dataclass, data_fields=["wte", "bias"], meta_fields=[]
-    )
-    class Model:
-        def __init__(self, wte, bias):
-            self.wte, self.bias = wte, bias
-
-        def __call__(self):
-            raise AssertionError
-
-    params = Model(jnp.asarray(matrix()), jnp.zeros(3))
-    tx = optimizer(Model("coupled", "adamw"))
-    params, _ = train(tx, params, [Model(jnp.asarray(g), jnp.zeros(3)) for g in gradients()])
-    close(params.wte, expected().embeddings)
-
-
 def warmup(t):
     """A rate that begins with 0 and has jumps."""
     return jnp.array([0, 1e-3, 1e-2, 3e-3])[jnp.minimum(t // 3, 3)]
@@ -232,51 +195,6 @@ def test_zero_sum_under_a_schedule():
         truth = expected(lr=lambda t: float(warmup(t)), **options)
         close(params, truth.embeddings)
         close(moments(state).mean_update, truth.d)
-
-
-def test_zero_sum_keeps_the_mean():
-    """All but for the last step's own part, also where the rate is 0 for a while."""
-    tx = scale_by_coupled_adam(row_exponent=0.5, zero_sum=True, learning_rate=rate)
-    tx = optax.chain(tx, optax.scale_by_schedule(lambda t: -rate(t)))
-    params, state = train(tx, jnp.asarray(matrix()), [jnp.asarray(matrix(t)) for t in range(2, 9)])
-    assert jnp.abs(params - matrix()).min() > 0
-    close(params.mean(0) - matrix().mean(0), -state[0].mean_update)
-    assert jnp.abs(state[0].mean_update).min() > 1e-5
-
-
-def rate(t):
-    return jnp.array([1e-2, 2e-2, 0, 0, 3e-2, 0, 0])[t]
-
-
-@pytest.mark.parametrize("row", [1e200, 1e-200], ids=["overflow", "underflow"])
-@pytest.mark.parametrize("options", [LEAN, {"zero_sum": True}], ids=str)
-def test_squares_out_of_range(row, options):
-    """The row stays where it is, and the others do what they do without it."""
-    grads = [g.copy() for g in gradients()]
-    for g in grads:
-        g[1] = row
-    params, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
-    for g in grads:
-        g[1] = 0
-    without, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
-    close(params, without)
-    close(params[1], matrix()[1])
-
-
-def test_gradient_through_the_update():
-    """It is finite, also where a token or a column has had no gradient."""
-    grads = [jnp.asarray(g) for g in gradients()[:2]]
-
-    def after(scale):
-        tx = optimizer(**LEAN)
-        params = jnp.asarray(matrix())
-        state = tx.init(params)
-        for g in grads:
-            updates, state = tx.update(scale * g, state, params)
-            params = optax.apply_updates(params, updates)
-        return jnp.square(params).sum()
-
-    assert jnp.isfinite(jax.grad(after)(1.0))
 
 
 def test_half_precision():
@@ -319,50 +237,17 @@ def test_injected_hyperparameters(options):
     )
 
 
-@pytest.mark.parametrize("name", ["coupled_b1", "row_exponent", "zero_sum"])
-def test_structure_is_static(name):
-    """No array decides it, be its value known or not."""
-    message = rf"Invalid {name}: .*add '{name}' to static_args"
-    with pytest.raises(TypeError, match=message):
-        coupled_adamw(1e-3, labels="coupled", **{name: jnp.asarray(0.0)})
-    with pytest.raises(TypeError, match=message):
-        jax.jit(
-            lambda x: coupled_adamw(1e-3, labels="coupled", **{name: x}).init(jnp.asarray(matrix()))
-        )(0.0)
-
-
-def test_injected_without_static_args():
+def test_invalid_options():
+    for matrix_of_labels in ("coupled", "copuled"):
+        with pytest.raises(ValueError, match=r"couple params\['wte'\] of shape \[3\]|copuled"):
+            coupled_adamw(1e-3, labels={"wte": matrix_of_labels}).init({"wte": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"Invalid row_exponent: 1.5"):
+        scale_by_coupled_adam(row_exponent=1.5)
     tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(1e-3, labels="coupled")
-    with pytest.raises(TypeError, match="Invalid row_exponent"):
+    with pytest.raises(
+        TypeError, match=r"Invalid row_exponent: .*add 'row_exponent' to static_arg"
+    ):
         tx.init(jnp.asarray(matrix()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"vocab_axis": 2}, r"Invalid vocab_axis: 2 \(0 for"),
-        ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5"),
-        ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
-    ],
-)
-def test_invalid_options(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        scale_by_coupled_adam(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("wte", "label", "message"),
-    [
-        (np.zeros(3), "coupled", r"couple params\['wte'\] of shape \[3\]"),
-        (np.zeros((0, 3)), "coupled", r"of shape \[0, 3\]"),
-        (np.zeros((2, 3), dtype=np.int32), "coupled_columns", "dtype int32"),
-        (np.zeros((2, 3)), "copuled", r"Invalid labels: \['copuled'\]"),
-    ],
-)
-def test_invalid_parameters(wte, label, message):
-    tx = coupled_adamw(1e-3, labels={"wte": label})
-    with pytest.raises(ValueError, match=message):
-        tx.init({"wte": wte})
 
 
 def test_nothing_coupled():
@@ -370,20 +255,9 @@ def test_nothing_coupled():
         coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
 
 
-@pytest.mark.parametrize("absent", ["torch", "optax"])
-def test_needs_no_torch_and_says_what_is_missing(absent, frameworks_in_processes):
-    script = f"""
-import sys
-sys.modules[{absent!r}] = None
-from coupled_adam.optax import coupled_adamw
-print(coupled_adamw(1e-3, labels="adamw"))
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    if absent == "torch":
-        assert result.stdout.startswith("GradientTransformation"), result.stderr
-    else:
-        assert result.stderr.splitlines()[-1].endswith("pip install 'coupled-adam[jax]'")
-        assert "ImportError: coupled_adam.optax needs jax and optax" in result.stderr
+def test_needs_no_torch(frameworks_in_processes):
+    script = "import sys; sys.modules['torch'] = None; from coupled_adam.optax import coupled_adamw"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def sharded(mesh_shape, spec, options, collectives):
@@ -414,11 +288,8 @@ ROW = {"row_exponent": 0.5}
 CASES = {
     "rows": lambda: sharded(*ROWS, {}, ["f64[8]"]),
     "rows, zero_sum": lambda: sharded(*ROWS, {"zero_sum": True}, ["f64[8]", "f64[8]", "f64[]"]),
-    "rows, row_exponent": lambda: sharded(*ROWS, ROW, ["f64[8]", "f64[]"]),
     "columns": lambda: sharded(*COLUMNS, {}, []),
     "columns, row_exponent": lambda: sharded(*COLUMNS, ROW, ["f64[16]", "f64[]"]),
-    "columns, zero_sum": lambda: sharded(*COLUMNS, {"zero_sum": True}, ["f64[16]"]),
-    "both": lambda: sharded(*BOTH, {}, ["f64[4]"]),
     "both, row_exponent": lambda: sharded(*BOTH, ROW, ["f64[4]", "f64[4]", "f64[]", "f64[]"]),
     "both, zero_sum": lambda: sharded(*BOTH, {"zero_sum": True}, ["f64[4]"] * 3 + ["f64[]"]),
 }

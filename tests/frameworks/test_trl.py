@@ -1,4 +1,4 @@
-"""TRL and sentence-transformers, whose trainers are subclasses of Hugging Face's."""
+"""TRL, whose trainers are subclasses of Hugging Face's, and PEFT."""
 
 import copy
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    BertConfig,
-    BertModel,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -15,8 +13,6 @@ from transformers import (
 
 import token_models
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.embeddings import analyze
-from coupled_adam.embeddings.transformers import EmbeddingMeasures
 from coupled_adam.transformers import CoupledAdamWFactory, use_coupled_adam
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
@@ -61,21 +57,6 @@ def trained(trainer, coupled):
     assert logged[0]["learning_rate"] == TRAINING["learning_rate"]
 
 
-def test_sft(tmp_path):
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    args = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False)
-    trainer = trl.SFTTrainer(
-        llama(LlamaForCausalLM),
-        args,
-        train_dataset=Dataset.from_dict({"text": TEXTS}),
-        processing_class=tokenizer(),
-        optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "embeddings": "lean"}),
-    )
-    trained(trainer, {"model.embed_tokens.weight", "lm_head.weight"})
-
-
 def test_reward(tmp_path):
     """The score has no vocabulary, so the input embeddings alone are coupled."""
     trl = pytest.importorskip("trl")
@@ -93,14 +74,7 @@ def test_reward(tmp_path):
     trained(trainer, {"model.embed_tokens.weight"})
 
 
-def saved(folder):
-    """A model that was loaded from a folder, where DPO looks for its reference."""
-    llama(LlamaForCausalLM).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO"])
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO"])
 def test_the_line_for_every_trainer(name, tmp_path):
     """Those without the argument take the attribute."""
     trl = pytest.importorskip("trl")
@@ -108,7 +82,9 @@ def test_the_line_for_every_trainer(name, tmp_path):
 
     options = {**TRAINING, "bf16": False}
     data, more = {"prompt": ["a b"] * 8}, {}
-    if name == "DPO":
+    if name == "SFT":
+        data = {"text": TEXTS}
+    elif name == "DPO":
         data |= {"chosen": TEXTS, "rejected": TEXTS[::-1]}
     elif name == "KTO":
         data |= {"completion": TEXTS, "label": [True, False] * 4}
@@ -116,9 +92,11 @@ def test_the_line_for_every_trainer(name, tmp_path):
         more["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
         options |= {"per_device_train_batch_size": 4, "num_generations": 4}
         options["max_completion_length"] = 4
+    llama(LlamaForCausalLM).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
     args = getattr(trl, f"{name}Config")(str(tmp_path / "run"), **options)
     trainer = getattr(trl, f"{name}Trainer")(
-        saved(tmp_path / "model"),
+        LlamaForCausalLM.from_pretrained(tmp_path / "model"),  # where DPO looks for its reference
         args=args,
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer(),
@@ -138,13 +116,11 @@ HEAD = "base_model.model.lm_head.modules_to_save.default.weight"
     [
         ({}, set()),
         ({"modules_to_save": ["embed_tokens"]}, {EMBEDDING}),
-        ({"modules_to_save": ["lm_head"]}, {HEAD}),
         ({"modules_to_save": ["embed_tokens", "lm_head"]}, {EMBEDDING, HEAD}),
         (
             {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
             {EMBEDDING, HEAD},
         ),
-        ({"trainable_token_indices": [3, 4]}, set()),
         ({"trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}}, set()),
     ],
 )
@@ -167,33 +143,3 @@ def test_peft(options, coupled, tied):
     changed = {n for n, p in adapted.named_parameters() if not torch.equal(p, before[n])}
     assert coupled <= changed
     assert not any("original_module" in name for name in changed)
-
-
-def test_sentence_transformers(tmp_path):
-    """The microscope's callback: a contrastive loss has no softmax over a vocabulary."""
-    st = pytest.importorskip("sentence_transformers")
-    from datasets import Dataset
-    from sentence_transformers.models import Pooling, Transformer
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-
-    torch.manual_seed(0)
-    bert = BertModel(BertConfig(**SIZE, num_attention_heads=2, max_position_embeddings=16))
-    bert.save_pretrained(tmp_path / "bert")
-    tokenizer().save_pretrained(tmp_path / "bert")
-    model = st.SentenceTransformer(
-        modules=[Transformer(str(tmp_path / "bert")), Pooling(8)], device="cpu"
-    )
-    trainer = st.SentenceTransformerTrainer(
-        model,
-        st.SentenceTransformerTrainingArguments(str(tmp_path / "run"), **TRAINING),
-        train_dataset=Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[::-1]}),
-        loss=MultipleNegativesRankingLoss(model),
-    )
-    table = model[0].auto_model.embeddings.word_embeddings
-    trainer.add_callback(
-        EmbeddingMeasures(trainer, 1, embeddings=lambda _: {"output": table.weight})
-    )
-    trainer.train()
-    lines = [line for line in trainer.state.log_history if "embeddings/mean_norm" in line]
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    assert lines[-1]["embeddings/mean_norm"] == analyze(table.weight).mean_norm

@@ -28,7 +28,7 @@ model:
     tied: false}}
 data: {{text: {text}, held_out: 0.1}}
 training:
-  {{steps: 50, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 2, evaluate_every: 50}}
+  {{steps: 50, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 2, evaluate_every: 25}}
 arms: {{adamw: {{optimizer: adamw}}}}
 seeds: [1]
 """)

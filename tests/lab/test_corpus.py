@@ -1,17 +1,13 @@
 """From text to token files: nothing lost, nothing in two splits, never half a corpus."""
 
 import json
-import lzma
-import os
 import shutil
 import signal
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,8 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data import corpus as corpora
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus, waiting_for
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
@@ -114,18 +109,6 @@ def test_packing_is_a_round_trip(recipe, tmp_path_factory):
     check()
 
 
-def test_splits_do_not_depend_on_the_rest_of_the_text(recipe, text_file, tmp_path):
-    """A passage stays in its split when the text grows: what was held out stays held out."""
-    one = prepare_corpus(recipe, tmp_path / "cache")
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("Some more text.\n" * 3000)
-    text_file.rename(folder / "b.txt")
-    two = prepare_corpus(with_text(recipe, folder), tmp_path / "cache")
-    assert set(decoded(one, "test")) <= set(decoded(two, "test"))
-    assert not set(decoded(two, "test")) & set(decoded(two, "train"))
-
-
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
     """A data set's own held-out splits; reading stops where there is enough."""
     monkeypatch.setattr("coupled_adam.lab.data.tokenization._BATCH", 1000)
@@ -177,7 +160,7 @@ def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):
     """Nothing is locked where nothing is made: others' caches and read-only disks are fine."""
     corpus = prepare_corpus(recipe, tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with waiting_for(tmp_path / f"{corpus.folder.name}.lock", ""):
+    with FileLock(tmp_path / f"{corpus.folder.name}.lock"):
         assert prepare_corpus(recipe, tmp_path).facts == corpus.facts
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -234,24 +217,6 @@ def test_two_processes_at_once(process, recipe, tmp_path):
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
 
 
-def test_waiting_is_announced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(corpora, "_SAYS_AFTER", 0.05)
-
-    def second():
-        with waiting_for(tmp_path / "lock", "the first"):
-            return True
-
-    with ThreadPoolExecutor(1) as pool:
-        with waiting_for(tmp_path / "lock", "nobody"):
-            later, said = pool.submit(second), ""
-            while not said.endswith("\n"):
-                time.sleep(0.01)
-                said += capsys.readouterr().err
-            assert not later.done()
-        assert later.result(timeout=30)
-    assert said == "waiting for the first\n"
-
-
 def test_kill_in_the_middle(process, recipe, tmp_path):
     """What a killed process leaves is no corpus, and goes when that corpus is made."""
     cache = tmp_path / "cache"
@@ -265,37 +230,15 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
         assert set(entries(cache)) == {corpus.folder, made_now}
 
 
-def test_a_corpus_that_is_damaged(recipe, tmp_path):
-    corpus = prepare_corpus(recipe, tmp_path)
-    (corpus.folder / "corpus.json").write_text("{")
-    with pytest.raises(UsageError, match=rf"{corpus.folder} is damaged .*: remove it"):
-        prepare_corpus(recipe, tmp_path)
-
-
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
 def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""
     said, _ = process(str(room)).communicate(timeout=120)
     assert said.startswith(f"UsageError the corpus cannot be written to the cache {tmp_path}")
-    assert "choose another folder with --cache or COUPLED_ADAM_CACHE" in said
+    assert "choose another folder with COUPLED_ADAM_CACHE" in said
     assert said.count("\n") == 1
     assert entries(tmp_path / "cache") == []
     prepare_corpus(recipe, tmp_path / "cache")
-
-
-def test_a_cache_that_is_no_folder(recipe, tmp_path):
-    (tmp_path / "cache").write_text("")
-    with pytest.raises(UsageError, match="cannot be written to the cache"):
-        prepare_corpus(recipe, tmp_path / "cache")
-
-
-def test_default_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
-    monkeypatch.delenv("COUPLED_ADAM_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "coupled-adam" in default_cache().parts
-    assert default_cache().is_absolute()
 
 
 def test_short_text(recipe, tmp_path):
@@ -308,13 +251,6 @@ def test_short_text(recipe, tmp_path):
     long = override(recipe, {"training.batch_size": 10_000})
     with pytest.raises(UsageError, match="its train split has"):
         prepare_corpus(long, tmp_path / "cache")
-
-
-def test_unreadable_text_leaves_nothing(recipe, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
-    with pytest.raises(UsageError, match=r"a.jsonl: row 2: not JSON"):
-        prepare_corpus(with_text(recipe, tmp_path / "a.jsonl"), tmp_path / "cache")
-    assert entries(tmp_path / "cache") == []
 
 
 def byte_tokenizer(folder):
@@ -368,63 +304,14 @@ def test_a_slow_tokenizer(recipe, text_file, tmp_path):
     assert bytes((ids[1 : np.flatnonzero(ids[1:] == 1)[:1].sum() or 300] - 3).tolist()).isascii()
 
 
-def panicking_tokenizer(folder):
-    word_tokenizer(folder, eos_token="<end>")
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
-    content["pre_tokenizer"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def unknowing_tokenizer(folder):
-    """It knows "a", but nothing stands for what it does not know."""
-    word_tokenizer(folder, eos_token="<end>")
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["a"] = content["model"]["vocab"].pop(content["model"]["unk_token"])
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def broken_tokenizer(folder):
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (panicking_tokenizer, "has no tokenizer that can be read .PanicException"),
-        (unknowing_tokenizer, r"has no tokenizer that can be read .*Missing \[UNK\] token"),
-        (word_tokenizer, "has neither eos_token nor bos_token"),
-        (broken_tokenizer, "has no tokenizer that can be read"),
-        (Path.mkdir, "has no tokenizer that can be read"),
-    ],
-    ids=["panics", "unknowing", "no end", "broken", "empty"],
-)
-def test_unusable_tokenizers(make, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = tmp_path / "tokenizer"
-    make(folder)
-    with pytest.raises(UsageError, match=message) as caught:
+def test_unusable_tokenizers(tmp_path):
+    folder = word_tokenizer(tmp_path / "words")
+    with pytest.raises(UsageError, match=rf"^data.tokenizer={folder} has neither eos_token nor"):
         corpus_tokenizer(str(folder), 300)
-    assert "\n" not in str(caught.value)
-    assert str(folder) in str(caught.value)
-
-
-def test_a_tokenizer_that_is_not_on_the_hub(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="give a tokenizer's folder or its id") as caught:
-        corpus_tokenizer("nobody/nothing", 300)
-    assert "\n" not in str(caught.value)
-    assert "nobody/nothing" in str(caught.value)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
-    folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match=rf"^data.tokenizer={folder} has no tokenizer that can"):
+        corpus_tokenizer(str(folder), 300)
+    folder = word_tokenizer(tmp_path / "more", eos_token="<end>")
     corpus_tokenizer(str(folder), 103)
     with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):
         corpus_tokenizer(str(folder), 102)
@@ -454,33 +341,9 @@ def test_existing_token_files(recipe, tmp_path):
 
     with pytest.raises(UsageError, match=r"^data.tokens=.* is too short"):
         prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
-    with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids range from 0 to 299"):
+    with pytest.raises(UsageError, match=r"=299 .* not fit .*train_1.bin .<u2.: token ids range"):
         prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")
     ids[::-1][:3000].tofile(folder / "train_1.bin")
     changed = prepare_corpus(recipe, tmp_path / "cache")
     assert changed.facts["fingerprint"] != corpus.facts["fingerprint"]
     assert changed.facts["fingerprint"] != named.facts["fingerprint"] == corpus.facts["fingerprint"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the real data")
-def test_real_text_and_tokenizer(recipe, tmp_path):
-    """366 articles and books in GPT-2's tokens, the vocabulary padded to 50304."""
-    folder = Path(os.environ["COUPLED_ADAM_DATA"])
-    text = folder / "english" / "valid.txt.xz"
-    values = {
-        "data.text": str(text),
-        "data.separator": "\n\n",
-        "data.tokenizer": str(folder / "gpt2-tokenizer"),
-        "model.vocab_size": 50304,
-    }
-    corpus = prepare_corpus(override(recipe, values), tmp_path)
-    assert sum(corpus.facts["documents"].values()) == 366
-    with lzma.open(text, "rt") as stream:
-        documents = [part.strip() for part in stream.read().split("\n\n") if part.strip()]
-    expected = [text for text in documents if held_out_split(text, 0.1) == "train"]
-    assert decoded(corpus, "train") == expected
-    counts = corpus.unigram_counts()
-    assert counts.shape == (50304,)
-    assert counts[50257:].sum() == 0
-    assert counts[50256] == len(expected)

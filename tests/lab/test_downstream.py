@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import sys
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -20,7 +18,6 @@ from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.evaluate import evaluate_model
 from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
 
-DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
 QUESTIONS = [
     {"query": "A list is", "choices": ["mutable", "a function", "immutable"], "gold": 0},
@@ -142,17 +139,9 @@ def test_accuracies_by_hand(model, tasks):
     assert {"choose", "continue", "lm_eval"} == set(result["versions"])
     # As JSON it is the same.
     assert json.loads(json.dumps(result, allow_nan=False)) == result
-
-
-def test_the_first_examples(model, tasks):
-    """With a limit, which the table names."""
-    chosen, _ = by_hand(model)
-    downstream = Downstream(["choose", "continue"], tasks, limit=2)
-    result = evaluate_model(model, downstream=downstream)
-    scores = result["lm_eval"]
-    assert scores["limit"] == 2
-    assert scores["tasks"]["choose"]["accuracy"] == np.mean(chosen[:2])
-    table = evaluation_table(result, "model")
+    limited = evaluate_model(model, downstream=Downstream(["choose"], tasks, limit=2))
+    assert limited["lm_eval"]["accuracy"] == np.mean(chosen[:2])
+    table = evaluation_table(limited, "model")
     assert any("examples of each task" in row[0] for row in table.rows)
 
 
@@ -177,8 +166,9 @@ def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):
         (["choose", "perplexity"], "tasks", "perplexity measures perplexity, and no accuracy"),
         (["no_data"], "tasks", "FileNotFoundError"),
         (["choose"], "missing", "missing is not a folder"),
+        (["arc_esy"], "tasks", "'arc_esy' is not a registered task.*lm-eval ls tasks"),
     ],
-    ids=["no accuracy", "no data", "no folder"],
+    ids=["no accuracy", "no data", "no folder", "no such task"],
 )
 def test_what_cannot_be_evaluated(names, folder, message, tasks, tmp_path):
     options = {
@@ -206,24 +196,3 @@ def test_without_the_harness(tasks, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(UsageError, match=r"pip install '.+\[lm-eval\]'"):
         Downstream(["choose"], tasks)
-
-
-@pytest.mark.slow  # the index of the harness's own tasks is made anew
-def test_an_unknown_task(tasks):
-    """Names that are not in the folder are looked for among the harness's own."""
-    with pytest.raises(UsageError, match="arc_esy: no such task: did you mean arc_easy"):
-        Downstream(["choose", "arc_esy"], tasks)
-
-
-@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")
-def test_real_questions(model, tmp_path):
-    """The first of ARC's easy questions: a random model is near the share of a guess."""
-    lines = (DATA / "downstream" / "arc_easy_test.jsonl").read_text().splitlines()[:100]
-    questions = [json.loads(line) for line in lines]
-    write_task(tmp_path / "tasks", "arc", questions)
-    loaded = GPT2LMHeadModel.from_pretrained(model)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    result = Downstream(["arc"], tmp_path / "tasks").evaluate(loaded, tokenizer, 16)
-    assert 0.05 < result["accuracy"] < 0.5
-    p = result["accuracy"]
-    assert result["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 99))

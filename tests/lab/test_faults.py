@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import time
-from pydoc_data.topics import topics
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -17,11 +17,9 @@ import yaml
 from safetensors.torch import load_file
 
 from coupled_adam.errors import TrainingError, UsageError
-from coupled_adam.files import sole_writer
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.run import Run
+from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close
@@ -38,37 +36,15 @@ def error(stderr):
 # --- folders with something else in them ---
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """A run of 40 steps with its recipe and corpus."""
-    folder = tmp_path_factory.mktemp("finished")
-    text, path = folder / "text.txt", folder / "small.yaml"
-    text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
-    path.write_text(f"""
-name: small
-model: {{architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}}
-data: {{text: {text}, held_out: 0.1}}
-training:
-  {{steps: 40, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 10}}
-arms: {{coupled_adam: {{optimizer: coupled_adam}}}}
-seeds: [1]
-""")
-    recipe = load_recipe(str(path))
-    corpus = prepare_corpus(recipe, folder / "cache")
-    train(Run(recipe, "coupled_adam", 1, folder / "run"), corpus, Execution(log=()))
-    return folder, recipe, corpus
-
-
 @pytest.fixture
-def unfinished(finished, tmp_path):
+def unfinished(trained, tmp_path):
     """The run as if it had been killed before its model was saved, and a way to continue it."""
-    folder, recipe, corpus = finished
-    run = shutil.copytree(folder / "run", tmp_path / "run")
+    finished, corpus = trained
+    run = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(run / "model")
 
-    def go_on(**options):
-        execution = Execution(log=(), **options)
-        train(Run(recipe, "coupled_adam", 1, run), corpus, execution)
+    def go_on(corpus=corpus):
+        train(dataclasses.replace(read_run(finished), folder=run), corpus, Execution(log=()))
         return load_file(run / "model" / "model.safetensors")
 
     return run, go_on
@@ -84,11 +60,11 @@ class Trap:
     [b"PK half of a checkpoint", b"", pickle.dumps(Trap())],
     ids=["half", "empty", "trap"],
 )
-def test_a_damaged_checkpoint_is_refused(unfinished, finished, content, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_is_refused(unfinished, trained, content, tmp_path, monkeypatch):
     """Nothing in it is executed; once it is removed, the one before it is continued."""
     run, go_on = unfinished
     monkeypatch.chdir(tmp_path)
-    path = run / "checkpoints" / "step-40"
+    path = run / "checkpoints" / "step-50"
     path.write_bytes(content)
     before = {p: p.read_bytes() for p in run.rglob("step-*")}
     with pytest.raises(
@@ -100,7 +76,7 @@ def test_a_damaged_checkpoint_is_refused(unfinished, finished, content, tmp_path
     assert {p: p.read_bytes() for p in run.rglob("step-*")} == before
     path.unlink()
     continued = go_on()
-    expected = load_file(finished[0] / "run" / "model" / "model.safetensors")
+    expected = load_file(trained[0] / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
 
 
@@ -112,16 +88,16 @@ def test_a_folder_of_others_is_refused(unfinished):
     with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
         go_on()
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    shutil.rmtree(run / "checkpoints")
+    for name in ("checkpoints", "second_moments"):
+        shutil.rmtree(run / name)
     (run / "metrics.jsonl").unlink()
     go_on()
 
 
-def test_a_comparison_that_cannot_go_on_changes_nothing(finished, tmp_path, monkeypatch):
+def test_a_comparison_that_cannot_go_on_changes_nothing(recipe, tmp_path, monkeypatch):
     """What fails for want of a text makes no folder, and leaves one that is resumed as it was."""
-    _, recipe, _ = finished
-    begun, new = tmp_path / "begun", tmp_path / "runs" / "new"
-    begun.mkdir()
+    begun, new = tmp_path / "runs" / "begun", tmp_path / "runs" / "new"
+    begun.mkdir(parents=True)
     (begun / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     before = (begun / "comparison.yaml").read_bytes()
     monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
@@ -130,47 +106,32 @@ def test_a_comparison_that_cannot_go_on_changes_nothing(finished, tmp_path, monk
     for out in (new, begun):
         with pytest.raises(UsageError, match="no text"):
             comparison.compare(more, out, resume=out == begun, **options)
-    assert [*tmp_path.iterdir()] == [begun]
+    assert [*begun.parent.iterdir()] == [begun]
     assert [path.read_bytes() for path in begun.iterdir()] == [before]
 
 
-def test_another_environment_is_recorded_and_warned_of(unfinished):
+def test_what_a_run_continues_with_is_recorded(unfinished):
     run, go_on = unfinished
-    path = run / "environment.json"
-    began = json.loads(path.read_text())
+    began = json.loads((run / "environment.json").read_text())
     assert "resumed" not in began
-    began["packages"]["torch"] = "2.0.0"
-    began["processes"], began["time"] = 64, "2999-01-01T00:00:00+00:00"
-    began["processor"], began["threads"] = "Z80", 77
-    path.write_text(json.dumps(began))
-    with pytest.warns(UserWarning, match="continues at step 40 in another environment") as warned:
-        go_on()
-    (message,) = [str(w.message) for w in warned if "another environment" in str(w.message)]
-    assert f"torch 2.0.0 -> {torch.__version__}" in message
-    assert "processes 64 -> 1" in message
-    assert "processor Z80 -> " in message
-    assert f"threads 77 -> {torch.get_num_threads()}" in message
-    assert "the clock is set back, 2999-01-01" in message
-    recorded = json.loads(path.read_text())
+    go_on()
+    recorded = json.loads((run / "environment.json").read_text())
     (resumed,) = recorded.pop("resumed")
     assert recorded == began
-    assert resumed["step"] == 40
+    assert (resumed["step"], resumed["processes"]) == (50, 1)
     assert resumed["packages"]["torch"] == torch.__version__
 
 
-ANOTHER_TEXT = r"was begun with another text than data.text=.* now"
-
-
-def test_another_text_is_refused(unfinished, finished, tmp_path):
-    folder, recipe, _ = finished
+def test_another_text_is_refused(unfinished, trained, tmp_path):
     run, go_on = unfinished
-    text = folder / "text.txt"
+    recipe = read_run(trained[0]).recipe
+    text = Path(recipe.data.text)
     before = text.read_text()
     text.write_text(f"{before}\n\none more document")
     changed = prepare_corpus(recipe, tmp_path / "cache")
     text.write_text(before)
-    with pytest.raises(UsageError, match=ANOTHER_TEXT):
-        train(Run(recipe, "coupled_adam", 1, run), changed, Execution(log=()))
+    with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
+        go_on(changed)
     assert not (run / "model").exists()
     go_on()
 
@@ -189,15 +150,6 @@ def test_two_runs_of_one_folder(lab):
     first.communicate()
     lab.run("cut", *ARM, *LONG, "--resume")
     lab.assert_equal("cut", *ARM, *LONG)
-
-
-def test_two_comparisons_in_one_folder(finished, tmp_path):
-    _, recipe, _ = finished
-    out = tmp_path / "out"
-    out.mkdir()
-    with sole_writer(out), pytest.raises(UsageError, match="is in use by another process"):
-        comparison.compare(recipe, out, execution=Execution(log=()), cache=tmp_path / "cache")
-    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 # --- processes that end ---
@@ -252,7 +204,7 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
 @pytest.mark.parametrize(
     ("fault", "code", "said", "checkpoints"),
     [
-        ("interrupt 2", 130, "interrupted; add --resume", ["step-10"]),  # in a checkpoint
+        ("interrupt 2", 130, "interrupted; continue with --resume", ["step-10"]),  # in a checkpoint
         ("term 1", 75, "stopped by SIGTERM; continue with --resume", ["step-30", "step-40"]),
     ],
 )
@@ -289,20 +241,6 @@ def test_not_finite_on_one_rank(lab, strategy):
     assert "coupled-adam: error" not in said[1]
     assert "the last checkpoint is kept" in error(said[0])
     assert not (lab.folder / "run" / "model").exists()
-
-
-def test_killed_while_it_makes_a_report(lab):
-    """The report that was there is as it was; and can be made anew."""
-    lab.run("run", *ARM)
-    arguments = ["report", str(lab.folder / "run"), "--out", str(lab.folder / "report")]
-    lab.command_line(*arguments, fault="page 2")
-    before = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
-    assert "index.html" in {path.name for path in before}
-    for fault in ("figures 1", "page 1"):
-        lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
-        after = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
-        assert after == before
-    lab.command_line(*arguments, fault="page 2")
 
 
 # --- disks ---

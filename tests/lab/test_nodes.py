@@ -13,7 +13,7 @@ import pytest
 from laboratory import EXACT, close
 
 ARM = ["--arm", "coupled_adam"]
-MANY = ["--steps", 60, "training.evaluate_every=10"]
+MANY = ["--steps", 60, "--training.evaluate_every=10"]
 
 
 class Nodes:
@@ -132,15 +132,3 @@ def test_a_node_is_killed_and_comes_back(lab, nodes):
     weights, log, _ = lab.reference(*ARM, *MANY, *EXACT)
     close(weights, result[0], 1e-10)
     assert len(log) == len(result[1])
-
-
-@pytest.mark.slow
-def test_both_nodes_are_killed(lab, nodes):
-    """A fresh start of both continues."""
-    processes = [start(lab, nodes, node, "cut") for node in (0, 1)]
-    until_step(lab, "cut", 20, processes)
-    for process in processes:
-        kill(process)
-    processes = [start(lab, nodes, node, "cut", "--resume") for node in (0, 1)]
-    wait(lab, "cut", processes)
-    close(lab.reference(*ARM, *MANY, *EXACT)[0], lab.weights("cut"), 1e-10)

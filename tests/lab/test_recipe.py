@@ -16,10 +16,10 @@ from coupled_adam.lab.models import build_model, count_parameters, parameters
 from coupled_adam.lab.recipe import (
     load_recipe,
     override,
+    read_yaml,
     recipe_from,
     recipe_names,
 )
-from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.run import try_out
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -59,6 +59,10 @@ def test_the_papers_recipes(size, tokens):
     assert model.architecture == ("stablelm" if large else "gpt2")
     assert training.sequence_length == (2048 if large else 1024)
     assert training.batch_size == (256 if large else 96)
+    if not large:  # the paper's numbers of tokens
+        assert training.test_batches * recipe.tokens_per_step == 2000 * 12 * 1024
+        evaluated = training.evaluation_batches * recipe.tokens_per_step
+        assert evaluated == pytest.approx(100 * 12 * 1024, rel=0.05)
     assert recipe.warmup_steps == (round(0.01 * count) if large else 100)
     assert recipe.data.hub == ("cerebras/SlimPajama-627B" if large else "Skylion007/openwebtext")
     assert list(recipe.arms) == ["adamw", "coupled_adam"]
@@ -117,7 +121,6 @@ def test_config_of_an_architecture():
     ("values", "said"),
     [
         ({"architecture": "lama"}, "model.architecture='lama' .* did you mean llama?"),
-        ({"architecture": "bert-like"}, "'bert-like' must be the model_type of a causal"),
         (
             {"architecture": "llama", "config": {"kv_heads": 1}},
             r"model.config.kv_heads is no value of llama .* num_key_value_heads",
@@ -130,11 +133,6 @@ def test_config_of_an_architecture():
             {"architecture": "opt", "intermediate_size": 99},
             "model.intermediate_size=99: opt has another name .* give it in model.config",
         ),
-        (
-            {"architecture": "llama", "config": {"dtype": "float16"}},
-            "dtype is what other keys give",
-        ),
-        ({"architecture": "gptj", "config": {"n_layer": 3}}, "config.n_layer is what other keys"),
         (
             {"architecture": "opt", "config": {"do_layer_norm_before": 3}},
             "model.architecture=opt: transformers cannot build it with these values",
@@ -150,9 +148,7 @@ def test_architectures_that_cannot_be_built(values, said):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"attention_dropout": 5.0}, "dropout probability has to be between 0 and 1"),
         ({"num_key_value_heads": 3}, "must match the size"),
-        ({"return_dict": False}, "has no attribute"),
         ({"rms_norm_eps": -1.0}, "the loss is nan"),
         ({"output_attentions": True}, "is not supported"),  # it trains, and cannot be saved
     ],
@@ -207,10 +203,11 @@ def test_scaled_and_sgd_arms():
 @pytest.mark.parametrize("kind", ["adamw", "coupled_adam"])
 def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     """As if all parameters had that rate, for the embeddings; as ever, for the others."""
-    options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5}
+    options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5, "lr": 0.25}
     options |= {"beta1": 0, "beta2": 0.999}
     recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
-    assert recipe.arm("x").label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999")
+    label = recipe.arm("x").label
+    assert label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999, lr 0.25")
     model = build_model(recipe)
     optimizer = recipe.arm("x").optimizer(model, recipe.training)
     found = {
@@ -218,7 +215,7 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
         for g in optimizer.param_groups
         for p in g["params"]
     }
-    lr, decay = recipe.training.lr, recipe.training.weight_decay
+    lr, decay = 0.25, recipe.training.weight_decay
     assert found[id(model.transformer.wte.weight)] == (4 * lr, 0.5, (0, 0.999))
     assert found[id(model.transformer.wpe.weight)] == (lr, 0.5, (0.9, 0.95))
     assert found[id(model.transformer.ln_f.weight)] == (lr, 0, (0.9, 0.95))
@@ -319,16 +316,6 @@ def test_what_decays(name):
         }
 
 
-@pytest.mark.parametrize(
-    "name", ["124M-5B", "350M-10B", "760M-20B", "124M-20B-scaled", "124M-20B-sgd"]
-)
-def test_the_final_evaluation_has_the_papers_number_of_tokens(name):
-    training = load_recipe(name).training
-    tokens = training.batch_size * training.sequence_length
-    assert training.test_batches * tokens == 2000 * 12 * 1024
-    assert training.evaluation_batches * tokens == pytest.approx(100 * 12 * 1024, rel=0.05)
-
-
 def quadratic(kind, **options):
     """Six steps of an arm's optimizer on a two-layer module with an embedding; its weights."""
     torch.manual_seed(0)
@@ -353,21 +340,14 @@ def quadratic(kind, **options):
     return [p.detach() for p in model.parameters()], history, optimizer
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"nesterov": True}, {"dampening": 0.5}, {"momentum": 0.0}],
-    ids=str,
-)
-def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options):
-    weights, history, optimizer = quadratic("sgd", lr_factor=300.0, **options)
+def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest():
+    weights, history, optimizer = quadratic("sgd", lr_factor=300.0)
     standard, _, _ = quadratic("adamw")
     recipe = load_recipe("tiny")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).double()
     embeddings = list(model.parameters())  # table and head: an untied pair
-    expected = torch.optim.SGD(
-        embeddings, lr=300 * recipe.training.lr, **{"momentum": 0.9, **options}
-    )
+    expected = torch.optim.SGD(embeddings, lr=300 * recipe.training.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(expected, lambda step: 1 / (step + 1))
     for gradients in history:
         for p, gradient in zip(embeddings, gradients):
@@ -379,8 +359,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
     assert not torch.allclose(weights[0], standard[0])
     # A checkpoint holds the momentum, and loads.
     state = optimizer.state_dict()
-    if options.get("momentum", 0.9):
-        assert all("momentum_buffer" in values for values in state["state"].values())
+    assert all("momentum_buffer" in values for values in state["state"].values())
     optimizer.load_state_dict(state)
 
 
@@ -392,51 +371,30 @@ def given(*words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["training.lr=1e-3,3e-3"], "training.lr=1e-3,3e-3: Input should be a valid number"),
-        (["training.betas=[0.9, 1.0]"], "training.betas.1=1.0: Input should be less than 1"),
-        (["model.n_layer=true"], "model.n_layer=true: Input should be a valid integer"),
-        (["model={n_layer: 3}"], "model.architecture: Field required"),
-        (["model.n_layr=24"], "model.n_layr is no key: did you mean n_layer?"),
-        (["training.n_layer=1"], "did you mean model.n_layer?"),
-        (["n_layer=2"], "n_layer is no key: did you mean model.n_layer?"),
-        (["modl.n_layer=24"], "modl is no key: did you mean model?"),
-        (["name.x=3"], "name has no keys of its own"),
-        (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
-        (["name=../evil"], "name='../evil' must be letters"),
-        (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
-        (["model.architecture=stablelm", "model.n_embd=66"], "makes heads of odd width"),
-        (["model.config={n_inner: 8}"], "model.config={'n_inner': 8} is not for gpt2"),
-        (["model.n_positions=32"], "training.sequence_length=64 must not exceed model.n_position"),
-        (["training.tokens=3"], "give one of training.steps and training.tokens"),
-        (["training.tokens=2047", "training.steps=null"], "is less than one batch of 32 x 64"),
-        (["training.warmup=1.5"], "training.warmup=1.5 must be a whole number of steps"),
-        (["data.text=a", "data.hub=b"], "data.text and data.hub exclude each other"),
-        (["data.separator=''"], "data.separator='' separates nothing"),
-        (["arms={}"], "arms must name at least one arm"),
-        (["arms.a/b.optimizer=adamw"], "arms: 'a/b' must be letters"),
-        (["arms.third.optimizer=adam"], "arms.third.optimizer='adam' must be one of adamw"),
-        (["arms.half.row_exponent=0.5"], "mean another arm? There are adamw, coupled_adam"),
-        (["arms.third.optimizer=sgd"], "arms.third: lr_factor: Field required"),
-        (["arms.adamw.lr_factor=[]"], "arms.adamw.lr_factor=[] must have at least one value"),
-        (["arms.adamw-2.optimizer=adamw", "arms.adamw.lr_factor=[1, 2]"], "be called adamw-2"),
-        (["arms.coupled_adam.row_expo=2"], "arms.coupled_adam: row_expo is no key: did you mean r"),
-        (["arms.coupled_adam.couple=input"], "couple=input needs model.tied=false"),
-        (["arms.x={optimizer: sgd, lr_factor: .inf}"], "lr_factor=inf: Input should be a finite"),
-        (["arms.x={optimizer: sgd, lr_factor: 1, nesterov: true, momentum: 0}"], "needs momentum"),
-        (["arms.x={optimizer: muon, coupled: false, zero_sum: true}"], "need coupled=true"),
-        (["arms.x.optimizer.class_path=os.system"], "must be one of adamw"),
-        (["variant=.x:V"], "variant='.x:V' must be module:name"),
-        (["seeds=[-1]"], "seeds.0=-1: Input should be greater than or equal to 0"),
-        (["name=1"], "name=1: Input should be a valid string"),
-        (['training.schedule="\\e[2J"'], "training.schedule= [2J: Input should be 'cosine'"),
-        (["data.text=2001-02-30"], "is not YAML: day is out of range"),
-        (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
-        (["model={n_layer: 3, n_layer: 4}"], "the key n_layer is given twice"),
+        ("training.betas=[0.9, 1.0]", "training.betas.1=1.0: Input should be less than 1"),
+        ("model.n_layr=24", "model.n_layr is no key: did you mean n_layer?"),
+        ("seeds=[1, 1]", "seeds=[1, 1] must be different"),
+        ("name=../evil", "name=../evil: String should match pattern"),
+        ("model.n_head=7", "model.n_embd=64 must be a multiple of model.n_head=7"),
+        ("model.architecture=stablelm model.n_embd=66", "makes heads of odd width"),
+        ("model.n_positions=32", "training.sequence_length=64 must not exceed model.n_position"),
+        ("training.tokens=3", "give one of training.steps and training.tokens"),
+        ("data.text=a data.hub=b", "data.text and data.hub exclude each other"),
+        ("arms.third.optimizer=adam", "arms.third.optimizer='adam' must be one of adamw"),
+        ("arms.half.row_exponent=0.5", "the recipe has the arms adamw, coupled_adam, half"),
+        ("arms.adamw.lr_factor=[]", "arms.adamw.lr_factor=[] must have at least one value"),
+        ("arms.adamw-2.optimizer=adamw arms.adamw.lr_factor=[1,2]", "would be called adamw-2"),
+        ("arms.coupled_adam.row_expo=2", "arms.coupled_adam: row_expo is no key: did you mean r"),
+        ("arms.coupled_adam.couple=input", "couple=input needs model.tied=false"),
+        ("arms.x={optimizer: muon, coupled: false, zero_sum: true}", "need coupled=true"),
+        ("arms.x*.lr=1", "arms.x*.lr matches nothing: there are adamw"),
+        ('training.schedule="\\e[2J"', "training.schedule= [2J: Input should be 'cosine'"),
+        ("data.text=" + 1000 * "[", "is not YAML: maximum recursion depth"),
     ],
 )
 def test_errors(words, message):
     with pytest.raises(UsageError) as error:
-        override(load_recipe("tiny"), given(*words))
+        override(load_recipe("tiny"), given(*re.split(r" (?=[a-z]+\.)", words)))
     assert message in str(error.value)
     assert str(error.value).isprintable()  # no line ends, and nothing that a terminal obeys
 
@@ -452,21 +410,6 @@ def test_lists_of_values_make_arms():
     assert last == {"optimizer": "coupled_adam", "lr_factor": 4, "lr": 0.01}
     assert recipe.arm("coupled_adam-3").label == "Coupled Adam, f = 4, lr 0.001"
     assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
-    with pytest.raises(UsageError, match=r"arms.x\*.lr matches no arm of the recipe: there are ad"):
-        override(recipe, {"arms.x*.lr": 1})
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_arm_may_have_its_own_learning_rate(optimizer):
-    """It is that of all parameters; lr_factor still multiplies it."""
-    options = {"optimizer": optimizer, "lr": 0.25, "lr_factor": 2}
-    recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
-    model[2].weight = model[0].weight
-    rates = {
-        group["lr"] for group in recipe.arm("x").optimizer(model, recipe.training).param_groups
-    }
-    assert rates == {0.25, 0.5}
 
 
 def test_files_extend(tmp_path):
@@ -492,21 +435,11 @@ def test_files_extend(tmp_path):
     ):
         load_recipe(str(path))
     path.write_text("- a list\n")
-    with pytest.raises(UsageError, match="must consist of keys and values"):
+    with pytest.raises(UsageError, match="must consist of keys"):
         load_recipe(str(path))
     path.write_text("name: 5\nmodel: !!python/object:os.system {}\n")
     with pytest.raises(UsageError, match="is not YAML"):
         load_recipe(str(path))
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match=r"mine\.yaml"):
-        load_recipe(str(path))
-
-
-def test_aliases_are_followed():
-    """Anchors spare repetition."""
-    values = given("arms={a: &a {optimizer: sgd, lr_factor: 2}, b: {<<: *a, lr_factor: 2}}")
-    recipe = override(load_recipe("tiny"), values)
-    assert recipe.arms["b"] == {"optimizer": "sgd", "lr_factor": 2}
 
 
 def test_code_is_not_inherited(tmp_path):
@@ -523,27 +456,11 @@ def test_code_is_not_inherited(tmp_path):
     assert load_recipe(str(theirs)).variant == "evil.module:RUN"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("extends: /dev/zero\n", "no such file"),
-        ("extends: .\n", "no such file"),
-        ('extends: "\\0"\n', "no such file"),
-    ],
-    ids=["device", "folder", "null byte"],
-)
-def test_a_recipe_cannot_make_us_wait(text, message, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=message):
-        load_recipe(str(path))
-
-
 def test_numbers_that_are_text_in_plain_values():
     values = load_recipe("tiny").to_dict()
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
     assert recipe_from(text, "here").training.lr == 0.25
-    with pytest.raises(UsageError, match="here must consist of keys and values"):
+    with pytest.raises(UsageError, match="here: name: Field required"):
         recipe_from({1: 2}, "here")
 
 

@@ -27,8 +27,6 @@ from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results
 from coupled_adam.lab.run import Run
-from coupled_adam.rendering.tables import short
-from lab.browser import needs_browser, told_by
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
 
@@ -100,27 +98,16 @@ def printed(table, width=200):
         ),
         (
             {"adamw": [3.0], "coupled_adam": [2.5]},
-            "With one seed, AdamW has a test loss of 3.000, a mean embedding of relative norm 0.9; "
-            "Coupled Adam: 2.500, 0.1. One seed cannot tell whether a loss is lower; three can: "
-            "--seeds 3 --resume",
+            "One seed cannot tell whether a loss is lower; three can: --seeds 3 --resume",
         ),
         (
             {"adamw": [3.0, 3.1], "coupled_adam": [2.5]},
-            "Coupled Adam and AdamW have one finished seed in common, with which no test is "
-            "possible: the test loss is 2.500 and 3.000.",
+            "Coupled Adam and AdamW have fewer than two seeds in common: no test is possible.",
         ),
-        ({"adamw": [3.0, 3.1]}, "There are only runs with AdamW"),
-        ({"coupled_adam": [3.0, 3.1]}, "There is no run with AdamW to compare with."),
+        ({"adamw": [3.0, 3.1]}, "A comparison needs runs with AdamW and with another"),
+        ({"coupled_adam": [3.0, 3.1]}, "A comparison needs runs with AdamW and with another"),
     ],
-    ids=[
-        "better",
-        "worse",
-        "alike",
-        "one seed",
-        "one in common",
-        "only AdamW",
-        "no AdamW",
-    ],
+    ids=["better", "worse", "alike", "one seed", "one in common", "only AdamW", "no AdamW"],
 )
 def test_conclusion(losses, said, recipe, tmp_path):
     """No more than the tests say."""
@@ -132,8 +119,6 @@ def test_conclusion(losses, said, recipe, tmp_path):
     frame = frame_of(runs)
     (paragraph,) = conclusion(frame, {})
     assert paragraph.startswith(said)
-    if len(losses) == 2 and len(runs) > 2:
-        assert "isotropy is 0.9 against 0.1" in paragraph
     *_, diverged, unfinished = conclusion(
         frame, {tmp_path: "diverged at step 3", tmp_path / "a": "not finished"}
     )
@@ -152,39 +137,17 @@ def fast_run(recipe, arm, seed, loss, folder=Path("missing"), metrics=()):
 
 
 def test_conclusion_of_one_seed(recipe, tmp_path):
-    """Loss, geometry and state of each arm, AdamW first, and the command that goes on.
-
-    There are no times, which depend on what else the machine did.
-    """
-    tuned = {"optimizer": "adamw", "beta1": 0, "lr_factor": 4}
-    arms = {"coupled_adam": {"optimizer": "coupled_adam"}, "adamw": tuned}
-    recipe = override(recipe, {"arms": arms, "seeds": [1]})
+    """The command that goes on."""
     out = tmp_path / "my runs"
     out.mkdir()
-    runs = []
-    for arm, state in (("coupled_adam", 1_100), ("adamw", 2_100_000)):
-        lines = [
-            {"step": 0, "mean_norm": 1.0},
-            {"step": 10, "tokens_per_second": 1000},
-            {"step": 10, "embedding_state_bytes": state},
-        ]
-        runs.append(fast_run(recipe, arm, 1, 3.0, out / arm, lines))
-    (paragraph,) = conclusion(frame_of(runs), {})
-    sentence = (
-        "With one seed, AdamW (f = 4, beta1 0) has a test loss of 3.000, a mean embedding of "
-        "relative norm 0.9, 2.1 MB of optimizer state for the embeddings; "
-        "Coupled Adam: 3.000, 0.1, 1 kB. One seed cannot tell whether a loss is lower; "
-    )
-    assert paragraph.startswith(sentence)
     (out / "comparison.yaml").touch()
+    runs = [fast_run(recipe, arm, 1, 3.0, out / arm) for arm in ("coupled_adam", "adamw")]
     (paragraph,) = conclusion(frame_of(runs), {})
-    command = paragraph.removeprefix(sentence + "three can:\n")
+    sentence, command = paragraph.split("\n")
+    assert sentence == "One seed cannot tell whether a loss is lower; three can:"
     assert shlex.split(command) == [
         *("coupled-adam", "compare", "--seeds", "3", "--out", str(out), "--resume")
     ]
-    # A run that has no log, as its folder may lack it, takes its facts from all sentences.
-    (paragraph,) = conclusion(frame_of([runs[0], fast_run(recipe, "adamw", 1, 3.0)]), {})
-    assert "state" not in paragraph
 
 
 def test_the_baseline_is_adamw_without_options_or_the_only_one(recipe):
@@ -200,23 +163,6 @@ def test_the_baseline_is_adamw_without_options_or_the_only_one(recipe):
     assert baseline("coupled", "a") == ["a"] * 2
     assert baseline("coupled", "a", "b") == []
     assert baseline("coupled") == []
-
-
-def test_conclusion_of_many_arms(recipe):
-    """They are one sentence: each is named once, under what its test says."""
-    options = {"optimizer": "coupled_adam"}
-    arms = {f"n{n}": {**options, "second_moment_scale": 2.0**-n} for n in range(1, 5)}
-    several = override(recipe, {"arms": {**recipe.arms, **arms}, "seeds": [1, 2]})
-    runs = [
-        fast_run(several, arm, seed, 3 + (index - 1) * 0.1 + seed / 100 * (1 + index / 9))
-        for index, arm in enumerate(several.arms)
-        for seed in (1, 2)
-    ]
-    (paragraph,) = conclusion(frame_of(runs), {})
-    assert paragraph.startswith("Test losses of 5 arms against AdamW")
-    assert "not corrected for 5 comparisons" in paragraph
-    assert paragraph.count("n = 3 (p") == 1
-    assert "higher: Coupled Adam (p" in paragraph
 
 
 def test_the_best_arm_with_each_optimizer(recipe):
@@ -242,27 +188,18 @@ def test_the_best_arm_with_each_optimizer(recipe):
     ]
     (paragraph,) = conclusion(frame_of(runs), {})
     assert paragraph.startswith(
-        "The arms with the lowest validation loss are: of 2 with adamw, AdamW, f = 4 (4.015); of 1 "
-        "with lean, LEAN, f = 2 (4.215). The test loss of LEAN, f = 2 is higher than that of "
-        "AdamW, f = 4 by 1.00"
+        "The arms with the lowest validation loss are AdamW, f = 4 (4.015); LEAN (4.215). The test "
+        "loss of LEAN is higher than that of AdamW, f = 4 by 1.00"
     )
 
 
-def test_the_table_fits_the_terminal(comparison):
-    """Names take several lines if they must; every number is there, and the conclusion follows."""
+def test_a_report_shows_itself(comparison):
+    """In a terminal and in a notebook, with the conclusion and, in a notebook, the overview."""
     made = report([comparison], comparison / "report")
-    wide = printed(made)
-    width = wide.count("─") - 1
-    narrow = printed(made, width)
-    assert max(map(len, narrow.splitlines())) <= width
-    assert "Coupled Adam  " in wide
-    assert "Coupled Adam  " not in narrow
-    numbers = re.findall(r"-?\d[\d.]* \(\d\)", wide)
-    assert len(numbers) > 10
-    assert all(number in narrow for number in numbers)
-    assert "The test loss of Coupled Adam is lower than that of AdamW by 0.500" in wide
+    said = "The test loss of Coupled Adam is lower than that of AdamW by 0.500"
+    assert said in printed(made)
     shown = made._repr_html_()
-    assert "The test loss of Coupled Adam is lower" in shown
+    assert said in shown
     assert "<b>2.6 (1)</b><small>p = 0.0018</small>" in shown
     assert 'src="data:image/png;base64,' in shown
 
@@ -275,7 +212,7 @@ def test_arms_time_and_links(tmp_path, recipe):
     report([tmp_path], tmp_path / "report")
     page = Page((tmp_path / "report" / "index.html").read_text())
     # 2560 tokens, half at 10 a second and half at 40.
-    assert "2:40 min" in page.text
+    assert "2.7 min" in page.text
     assert "optimizer=adamw" in page.text
     (link,) = (source for source in page.sources if not source.startswith("data:"))
     assert link == "../a%20b%3F/small-adamw-seed-1"
@@ -386,7 +323,7 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert "| Coupled Adam | 2.500 | 0.400 |" in text
     assert "| 57.3 |" in text
     assert "**" not in text  # with one seed there is no test
-    assert "One seed, so neither deviation nor test: small AdamW, small Coupled Adam." in text
+    assert "One seed, so neither deviation nor test." in text
     page = (tmp_path / "report" / "index.html").read_text()
     assert f"{cut}: not finished" in page
 
@@ -413,27 +350,12 @@ def test_a_report_replaces_only_a_report(comparison, tmp_path):
 
 
 def test_losses_over_other_data_are_not_compared(comparison):
-    """As after ``evaluate RUN --batches 1``: a dash and a note instead of a difference."""
+    """As after ``evaluate RUN --batches 1``."""
     path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
     evaluation = json.loads(path.read_text())
     path.write_text(json.dumps({**evaluation, "test_loss": 0.1, "test_tokens": 32}))
-    runs, _ = read_runs([comparison])
-    baseline, coupled = arm_results(runs)
-    assert coupled.metrics["test_loss"].values == [2.6, 2.7]
-    assert len(coupled.metrics["isotropy"].values) == 3
-    assert coupled.runs.other_tokens.dropna().to_list() == [32]
-    assert baseline.runs.other_tokens.isna().all()
-    made = printed(report([comparison], comparison / "report"))
-    assert "small Coupled Adam, seed 1: the test loss is over 32 tokens" in made
-    assert "paired t-test over 2 seeds" in " ".join(made.split())
-    for seed in (2, 3):  # one seed is left, with one run each: the loss over more tokens counts
-        for arm in ("adamw", "coupled_adam"):
-            shutil.rmtree(comparison / f"small-{arm}-seed-{seed}")
-    baseline, coupled = arm_results(read_runs([comparison])[0])
-    assert baseline.metrics["test_loss"].text == "3.000"
-    assert coupled.metrics["test_loss"].text == "–"
-    report([comparison], comparison / "report")
-    assert "| Coupled Adam | – |" in (comparison / "report" / "table.md").read_text()
+    with pytest.raises(UsageError, match=r"differ in test_tokens \(.*32.*evaluate them again"):
+        report([comparison], comparison / "report")
 
 
 def test_runs_of_other_settings_are_not_compared(tmp_path, recipe):
@@ -518,12 +440,6 @@ def test_several_recipes_and_sweeps(tmp_path, recipe):
     assert "accuracy_against_tokens" not in figures
 
 
-def test_no_finished_run(tmp_path):
-    with pytest.raises(UsageError, match="no finished run in it"):
-        report([tmp_path], tmp_path / "report")
-    assert not (tmp_path / "report").exists()
-
-
 def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
     out = comparison / "report"
     report([comparison], out)
@@ -537,6 +453,8 @@ def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
         report([comparison], out)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert [path.name for path in comparison.glob("report*")] == ["report"]
+    with pytest.raises(UsageError, match="no finished run in it"):
+        report([out / "figures"], out)
 
 
 class Page(html.parser.HTMLParser):
@@ -573,30 +491,6 @@ def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     assert {s for s in page.sources if not s.startswith("data:")} == {"../small-adamw-seed-1"}
 
 
-@pytest.mark.pixels
-@pytest.mark.slow
-@needs_browser
-def test_page_in_a_browser(comparison, tmp_path):
-    """Every picture decodes and the table is laid out, from a file and without a network."""
-    report([comparison], comparison / "report")
-    page = comparison / "report" / "index.html"
-    probe = """({
-        images: document.images.length,
-        broken: [...document.images].filter(i => !i.naturalWidth).length,
-        cells: document.querySelectorAll("#results td").length,
-        heads: document.querySelectorAll("#results th").length,
-        links: document.querySelectorAll("#arms a").length,
-        wide: document.documentElement.scrollWidth <= innerWidth,
-        requests: performance.getEntriesByType("resource").filter(
-          e => !e.name.startsWith("data:")).length,
-      })"""
-    images = page.read_text().count("<img ")
-    expected = {"images": images, "broken": 0, "links": 6, "wide": True, "requests": 0}
-    for told in told_by(page, probe, tmp_path / "profile"):
-        assert told["cells"] == 2 * told["heads"] > 20  # a row for each arm
-        assert told == {**told, **expected}
-
-
 def test_fit():
     x = np.array([1.0, 2.0, 4.0])
     assert fit_proportional(x, 3 * x) == pytest.approx((3, 1))
@@ -604,11 +498,3 @@ def test_fit():
     assert a == pytest.approx((1 + 10 + 24) / 21)
     line = stats.linregress(x, [1.0, 5.0, 6.0])
     assert r_squared < line.rvalue**2  # which has an intercept, too
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(124_373_760, "124M"), (999, "999"), (1_336_348_672, "1.34B"), (4_915_200_000, "4.92B")],
-)
-def test_short(number, text):
-    assert short(number) == text

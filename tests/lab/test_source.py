@@ -79,7 +79,7 @@ def test_hub_folder(hub_folder, texts, monkeypatch):
     ("options", "message"),
     [
         ({"train_split": "trian"}, 'Unknown split "trian"|Bad split: trian'),
-        ({"column": "txt"}, "column='txt' is not among its columns text: did you mean text"),
+        ({"column": "txt"}, "column='txt' is not among its columns: did you mean text"),
         ({"hub_config": "other"}, "other"),
     ],
     ids=str,

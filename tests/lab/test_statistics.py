@@ -69,7 +69,6 @@ def test_paired_t_test_is_of_the_differences():
     assert paired_t_test(other, one).one_sided("higher") == pytest.approx(expected)
     assert paired_t_test(one, other).one_sided("higher") == pytest.approx(1 - expected)
     assert expected < SIGNIFICANCE
-    assert one_sided_t_test([*one.values()], [*other.values()], "lower") > 0.3
     assert paired_t_test({1: 1.0, 2: 2.0}, {1: 1.5, 3: 2.0}) is None
     assert paired_t_test({1: 1.0, 2: float("inf")}, {1: 1.5, 2: 2.0}) is None
     same = paired_t_test({1: 0.1 + 0.2, 2: 1.0}, {1: 0.3, 2: 1.0})

@@ -1,6 +1,5 @@
 """Whatever the format, the same documents; whatever is wrong, one line that says so."""
 
-import bz2
 import csv
 import gzip
 import io
@@ -24,7 +23,6 @@ else:
 
 COMPRESSIONS = {
     ".gz": gzip.compress,
-    ".bz2": bz2.compress,
     ".xz": lzma.compress,
     ".zst": zstd.compress,
 }
@@ -41,12 +39,10 @@ def json_lines(texts, column="text"):
     return "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts))
 
 
-def delimited(texts, delimiter):
-    """With quotes, delimiters and line breaks inside of the texts."""
+def csv_file(texts):
+    """With quotes, commas and line breaks inside of the texts."""
     table = io.StringIO()
-    csv.writer(table, delimiter=delimiter).writerows(
-        [("id", "text"), *((i, text) for i, text in enumerate(texts))]
-    )
+    csv.writer(table).writerows([("id", "text"), *enumerate(texts)])
     return table.getvalue().encode()
 
 
@@ -56,14 +52,6 @@ def test_passages_keep_the_text(text, length):
     pieces = list(passages(text.splitlines(keepends=True), length))
     assert "".join("".join(pieces).split()) == "".join(text.split())
     assert all(len(passage) <= 8 * length for passage in pieces)
-
-
-def test_passages_are_cut_at_blank_lines():
-    paragraph = "word " * 30 + "\n"
-    lines = ((paragraph * 3 + "\n") * 10).splitlines(keepends=True)
-    pieces = [passage for passage in passages(lines, 1000) if passage]
-    assert len(pieces) == 4
-    assert all(passage.endswith("word") for passage in pieces)
 
 
 @given(st.lists(st.text(alphabet="a|-", max_size=5)), st.sampled_from(["|", "||", "|-|"]))
@@ -83,10 +71,8 @@ def test_every_format_gives_the_same_documents(texts, tmp_path):
         "windows.txt": b"\xef\xbb\xbf" + plain.replace(b"\n", b"\r\n"),
         "a.jsonl": lines,
         "lines.json": lines,
-        "array.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
-        "a.csv": delimited(texts, ","),
-        "a.tsv": delimited(texts, "\t"),
-        "a.csv.gz": gzip.compress(delimited(texts, ",")),
+        "a.csv": csv_file(texts),
+        "a.csv.gz": gzip.compress(csv_file(texts)),
         **{f"a.txt{ending}": pack(plain) for ending, pack in COMPRESSIONS.items()},
         **{f"a.jsonl{ending}": pack(lines) for ending, pack in COMPRESSIONS.items()},
         # Several frames one after the other, as parallel compressors write them.
@@ -98,9 +84,7 @@ def test_every_format_gives_the_same_documents(texts, tmp_path):
         assert [*documents(tmp_path / name, "\n\n")] == texts, name
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": texts, "id": range(20)}), path, row_group_size=7)
-    packed = tmp_path / "a.parquet.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert [*documents(path)] == [*documents(packed)] == texts
+    assert [*documents(path)] == texts
 
 
 def test_another_column_and_rows_without_text(texts, tmp_path):
@@ -119,21 +103,12 @@ def test_folders(texts, tmp_path):
     (folder / ".git" / "x.txt").write_text("hidden")
     (folder / "image.png").write_bytes(b"\x89PNG")
     (folder / "b.txt").write_text("second")
-    (folder / "deep" / "c.rst").write_text("third")
+    (folder / "deep" / "c.md").write_text("third")
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"first"))
     assert [*documents(folder)] == ["first", "second", "third"]
     (folder / "d.jsonl").write_text(json_lines(texts))
-    with pytest.raises(UsageError, match=r"holds plain text and tables \(.jsonl, .rst, .txt\)"):
+    with pytest.raises(UsageError, match=r"there are .jsonl, .md, .txt"):
         [*documents(folder)]
-
-
-def test_a_long_line(tmp_path):
-    """Text without line breaks is cut, and no character is lost."""
-    text = "word " * 500_000
-    (tmp_path / "a.txt").write_text(text)
-    pieces = [*documents(tmp_path / "a.txt")]
-    assert len(pieces) > 100
-    assert "".join(pieces).replace(" ", "") == text.replace(" ", "")
 
 
 @pytest.mark.slow
@@ -154,20 +129,14 @@ UNREADABLE = {
     "blank.txt": (b" \n\n \t\n", "there is no text in it"),
     "null.jsonl": (b'{"text": null}\n', "there is no text in it"),
     "latin1.txt": (b"caf\xe9 " * 100, "can't decode byte 0xe9"),
-    "binary.txt": (b"a\0b", "NUL characters"),
-    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "row 2: not JSON .Expecting value"),
-    "broken.json": (b'[{"text": "a"}, {"text": ]', "not JSON .Expecting value"),
-    "deep.jsonl": (b'{"text": ' + b"[" * 10**5, "row 1: not JSON"),
-    "words.jsonl": (b'"just words"\n', "row 1 is not a JSON object, but 'just words'"),
-    "number.jsonl": (b'{"text": "a"}\n{"text": 17}\n', "row 2: 'text' is not text, but '17'"),
-    "near.jsonl": (
-        b'{"texts": "a", "id": 1}\n',
-        "column='text' is not among its columns texts, id: did you mean texts?",
-    ),
-    "far.csv": (b"id,body\n1,a\n", "column='text' is not among its columns id, body: name the"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2 is not JSON: Expecting value"),
+    "array.json": (b'[{"text": "a"}, {"text": "b"}]', "line 1 is not a JSON object, but"),
+    "number.jsonl": (b'{"text": "a"}\n{"text": 17}\n', "'text' is not text in each row, but '17'"),
+    "near.jsonl": (b'{"texts": "a", "id": 1}\n', "column='text' is not .*: did you mean texts?"),
+    "far.csv": (b"id,body\n1,a\n", "column='text' is not among its columns: there are id, body"),
     "broken.csv": (b'id,text\n1,"a\n2,b\n', "unexpected end of data"),
-    "long.csv": (b"id,text\n1,a\n2,b, and c\n", "line 3: a row of 3 columns, where .* names 2"),
-    "short.csv": (b"id,text\n1,a\nb\n", "line 3: a row of 1 columns, where .* names 2"),
+    "long.csv": (b"id,text\n1,a\n2,b, and c\n", "line 3 has not as many columns as the first"),
+    "short.csv": (b"id,text\n1,a\nb\n", "line 3 has not as many columns as the first"),
     "broken.parquet": (b"PAR1 but no more", "broken.parquet"),
     **{f"broken.txt{ending}": (b"not packed", "broken.txt") for ending in COMPRESSIONS},
     # Half a corpus is no corpus, even where the part that is there is text.
@@ -176,13 +145,6 @@ UNREADABLE = {
         for ending, pack in COMPRESSIONS.items()
     },
 }
-
-
-def test_a_column_of_more_than_text(tmp_path):
-    path = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": [1, 2]}), path)
-    with pytest.raises(UsageError, match="row 1: 'text' is not text, but '1'"):
-        [*documents(path)]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

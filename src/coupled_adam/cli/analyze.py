@@ -13,19 +13,11 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from coupled_adam.cli.options import (
-    ModelOptions,
-    OverwriteOption,
-    TokenizerOption,
-    Words,
-    WordSimilarityOption,
-    write_file,
-)
-from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import console, print_table, working
-from coupled_adam.errors import UsageError, printable
+from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
+from coupled_adam.cli.terminal import show, working
+from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
 
 if TYPE_CHECKING:
@@ -37,12 +29,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
+class Options(MeasuringOptions):
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
         .safetensors or .npy file.
     tensor: the name of the embeddings in the file.
+    tokenizer: a tokenizer's folder, or its id on the hub (default: the model's own).
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.
     tokens: count these token files.
@@ -61,13 +54,14 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     export: write all that is known of each token as Parquet, for embedding-atlas.
     """
 
-    models: Annotated[list[str], Positional("MODEL")]
+    models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
     tensor: str | None = None
+    tokenizer: str | None = None
     counts: Path | None = None
     text: Path | None = None
     tokens: list[Path] | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
-    exclude: Words[Literal["padding", "unseen"]] | None = None
+    exclude: list[Literal["padding", "unseen"]] | None = None
     all: bool = False
     undertrained: bool = False
     verify: bool = False
@@ -82,8 +76,6 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
 
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
-    from rich.text import Text
-
     from coupled_adam.embeddings import analysis, analysis_tables
     from coupled_adam.embeddings.changes import compare_analyses
 
@@ -124,22 +116,21 @@ def run(options: Options) -> None:
     # Pages are made before anything is printed, so that an error leaves no half of a result.
     files = _files(options, analyses, undertrained, comparisons)
     try:
-        for file in files:
-            write_file(*file)
+        for path, content in files:
+            write_file(path, content)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            diagnoses = [entry.diagnosis for entry in analyses]
+            diagnosed = [entry.diagnosis for entry in analyses]
             if options.undertrained:
-                diagnoses = [entry.diagnosis for entry in undertrained]
-            for entry, sentences in zip(analyses, diagnoses):
-                said = printable(f"{entry.label}: {' '.join(sentences)}")
-                console().print(Text(said, "bold"))
-            print_table(analysis_tables.analyses_table(analyses, options.all))
+                diagnosed = [entry.diagnosis for entry in undertrained]
+            for entry, sentences in zip(analyses, diagnosed):
+                show(f"{entry.label}: {' '.join(sentences)}")
+            show(analysis_tables.analyses_table(analyses, options.all))
             changed = [comparison.table(options.show) for comparison in comparisons]
-            for table in (*(entry.table for entry in answers), *changed):
-                print_table(table)
+            for table in (*(answer.table for answer in answers), *changed):
+                show(table)
 
 
 def _undertrained(
@@ -187,23 +178,22 @@ def _files(
     analyses: Sequence[Analysis],
     undertrained: Sequence[UndertrainedReport],
     comparisons: Sequence[Comparison],
-) -> list[tuple[str, Path, str | bytes]]:
-    """The option, the name and the content of each file that is asked for."""
-    files: list[tuple[str, Path, str | bytes]] = []
+) -> list[tuple[Path, str | bytes]]:
+    """The name and the content of each file that is asked for."""
+    files: list[tuple[Path, str | bytes]] = []
     if options.html is not None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
         listed = undertrained if options.undertrained else []
-        files.append(("--html", options.html, analyses_page(analyses, listed)))
+        files.append((options.html, analyses_page(analyses, listed)))
     if options.export is not None or options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page, export
 
         with working("neighbours for the map"):
             if options.export is not None:
-                files.append(("--export", options.export, export(undertrained, comparisons)))
+                files.append((options.export, export(undertrained, comparisons)))
             if options.explore is not None:
-                page = explorer_page(undertrained, comparisons)
-                files.append(("--explore", options.explore, page))
+                files.append((options.explore, explorer_page(undertrained, comparisons)))
     return files
 
 
@@ -230,14 +220,15 @@ def _check(options: Options) -> None:
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    options.check_revision(options.models)
     if options.neighbours == []:
         raise UsageError("--neighbours needs tokens, such as ' king' or '#42'")
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    options.check_files(html=options.html, explore=options.explore, export=options.export)
+    check_outputs(
+        options.overwrite, html=options.html, explore=options.explore, export=options.export
+    )
     if options.explore or options.export:
         from coupled_adam.embeddings.explorer import check_installed
 

@@ -16,37 +16,54 @@ from typing import TYPE_CHECKING
 from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
     RunOptions,
-    Selection,
-    check_output,
-    nothing_to_resume,
+    arm_name,
+    check_outputs,
 )
-from coupled_adam.cli.terminal import console, print_path, print_table
+from coupled_adam.cli.terminal import show
+from coupled_adam.errors import UsageError
+from coupled_adam.fields import Seed
 
 if TYPE_CHECKING:
+    from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.reporting.report import Report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(RunOptions, Selection):
+class Options(RunOptions):
     """The options of ``coupled-adam compare``.
 
     out: a new folder for the results (default: runs/NAME, with the recipe's name).
+    arms: run only these arms of the recipe.
+    seeds: one number N is the seeds 1 to N; several numbers are these seeds.
     """
 
     out: Path | None = None
+    arms: list[str] | None = None
+    seeds: list[Seed] | None = None
+
+    def selected(self, recipe: Recipe) -> Recipe:
+        """The recipe with these arms and seeds; UsageError if it cannot have them."""
+        from coupled_adam.lab.recipe import override
+
+        seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
+        if self.seeds is not None and len(seeds) == 1:  # how many there are
+            seeds = list(range(1, seeds[0] + 1))
+        arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
+        return override(recipe, {"arms": arms, "seeds": seeds})
 
 
 def run(options: Options) -> None:
     """Run the comparison and print its table."""
     from coupled_adam.lab import comparison
+    from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_values
 
     plain = load_values(options.recipe or DEFAULT_RECIPE)
     out = options.out or Path("runs") / str(plain.get("name"))
-    check_output("--out", out)
+    check_outputs(out=out)
     stored = comparison.stored_recipe(out) if options.resume else None
-    if options.resume and not stored:
-        nothing_to_resume(out, "comparison", named=options.recipe or not options.out)
+    if options.resume and options.out and not options.recipe and not stored:
+        raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
     if stored and not options.recipe:
         plain = stored.to_dict()
     recipe = options.recipe_of(plain)
@@ -55,32 +72,21 @@ def run(options: Options) -> None:
         recipe = recipe.joined(stored)
     recipe = options.selected(recipe)
     how = options.execution(recipe)
-    console().print(
-        f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
-        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
-        highlight=False,
+    show(
+        f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
+        f"tokens each; seeds {', '.join(map(str, recipe.seeds))}"
     )
-    if recipe.warmup_steps >= recipe.steps:
-        console().print(
-            f"The warmup of {recipe.warmup_steps} steps does not end within these: "
-            "--training.warmup 0.1 is a tenth of them."
-        )
-
-    def on_start() -> None:
-        print_path("results in", out)
-        if "tensorboard" in options.logger:
-            print_path("to watch the runs: tensorboard --logdir", out)
 
     def on_report(report: Report) -> None:
-        print_table(report)
-        print_path("the whole report:", report.page)
+        show(report)
+        show(f"the whole report: {report.page}")
 
     comparison.compare(
         recipe,
         out,
         execution=how,
-        cache=options.cache_folder(),
+        cache=default_cache(),
         resume=options.resume,
-        on_start=on_start,
+        on_start=lambda: show(f"results in {out}"),
         on_report=on_report,
     )

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import print_table
+from coupled_adam.cli.terminal import show
 from coupled_adam.fields import meanings
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ class Options:
     name: the recipe to print (default: list all of them).
     """
 
-    name: Annotated[str, Positional("NAME")] | None = None
+    name: str | None = dataclasses.field(default=None, metadata={"metavar": "NAME"})
 
 
 def run(options: Options) -> None:
@@ -48,7 +47,7 @@ def run(options: Options) -> None:
         arms, seeds = len(recipe.arms), len(recipe.seeds)
         rows.append([recipe.name, size, tokens, text, str(arms), str(seeds)])
     columns = ("recipe", "blocks x width", "tokens", "text", "arms", "seeds")
-    print_table(Table(columns, rows, left=(0, 1, 3)))
+    show(Table(columns, rows, left=(0, 1, 3)))
 
 
 def explained(recipe: Recipe) -> str:

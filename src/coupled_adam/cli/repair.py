@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
 
-from coupled_adam.cli.options import ModelOptions, check_output
-from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import console, print_path, working
+from coupled_adam.cli.options import ModelOptions, check_outputs
+from coupled_adam.cli.terminal import show, working
 
 _NAMED = 20  # rows
 
@@ -30,7 +28,7 @@ class Options(ModelOptions):
     text: show the loss on this text before and after.
     """
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = dataclasses.field(metadata={"metavar": "MODEL"})
     out: Path
     recenter: bool = False
     text: Path | None = None
@@ -38,14 +36,11 @@ class Options(ModelOptions):
 
 def run(options: Options) -> None:
     """Repair, and say what was changed."""
-    from rich.text import Text
-
     from coupled_adam.embeddings.repair import model_folder, repair_model
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
-    options.check_revision([options.model])
     device, text = options.usable_device(), options.text
-    check_output("--out", options.out)
+    check_outputs(out=options.out)
     folder = model_folder(options.model, options.revision)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
@@ -65,7 +60,7 @@ def run(options: Options) -> None:
         line = f"{report.role} matrix: {len(report.rows)} rows replaced" + (named and f": {named}")
         if report.mean_removed is not None:
             more += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
-        console().print(Text(line + more))
+        show(line + more)
     for when, loss in losses.items():
-        console().print(Text(f"loss {when}: {'not finite' if loss is None else f'{loss:.4f}'}"))
-    print_path("repaired model:", options.out)
+        show(f"loss {when}: {'not finite' if loss is None else f'{loss:.4f}'}")
+    show(f"repaired model: {options.out}")

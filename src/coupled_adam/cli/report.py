@@ -7,14 +7,12 @@ example: coupled-adam report runs/124M-5B runs/124M-10B --out report
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from coupled_adam.cli.options import check_output
-from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import print_path, print_table
-from coupled_adam.errors import UsageError
+from coupled_adam.cli.options import check_outputs
+from coupled_adam.cli.terminal import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,7 @@ class Options:
         paper's Table 7.
     """
 
-    folders: Annotated[list[Path], Positional("DIR")]
+    folders: list[Path] = field(metadata={"metavar": "DIR"})
     out: Path | None = None
     bold: Literal["adamw", "all"] = "adamw"
 
@@ -37,11 +35,8 @@ def run(options: Options) -> None:
     from coupled_adam.lab.reporting.report import report
     from coupled_adam.runs import REPORT
 
-    for folder in options.folders:
-        if not folder.is_dir():
-            raise UsageError(f"{folder} is not a folder")
     out = options.out or options.folders[0] / REPORT
-    check_output("--out", out)
+    check_outputs(out=out)
     written = report(options.folders, out, options.bold)
-    print_table(written)
-    print_path("the whole report:", written.page)
+    show(written)
+    show(f"the whole report: {written.page}")

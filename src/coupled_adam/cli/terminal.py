@@ -8,36 +8,28 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupled_adam.errors import one_line, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
-def console() -> Console:
-    """Create a console for the terminal, which is quiet on all ranks except 0."""
+def show(content: RenderableType) -> None:
+    """Print a table, a report or a text; numbers and paths wider than the terminal stay whole.
+
+    Brackets in a text are not markup, and a terminal obeys none of its characters.
+    """
     from rich.console import Console
-
-    return Console(quiet=other_rank() is not None)
-
-
-def print_path(label: str, path: Path) -> None:
-    """Print a path: brackets in it are not markup, and a terminal obeys none of its characters."""
     from rich.text import Text
 
-    console().print(Text(printable(f"{label} {path}")), soft_wrap=True)
-
-
-def print_table(table: RenderableType) -> None:
-    """Print a complete table, or a report: lines too long for the terminal are not cut off."""
-    # rich cuts off what is wider than the terminal; the terminal itself would wrap it.
-    terminal = console()
-    wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
-    terminal.width = max(terminal.width, wide)
-    terminal.print(table)
+    terminal = Console(quiet=other_rank() is not None)
+    if isinstance(content, str):
+        content = Text("\n".join(map(printable, content.split("\n"))))
+    needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
+    terminal.width = max(terminal.width, needed)
+    terminal.print(content)
 
 
 @contextmanager
@@ -54,28 +46,23 @@ def working(label: str) -> Iterator[None]:
 def other_rank() -> str | None:
     """The number of this process if it is one of several, but not the first; otherwise None."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return None if rank == "0" else printable(rank)
+    return None if rank == "0" else rank
 
 
 def quiet_libraries() -> None:
     """Hide the messages and progress bars of libraries, and print each warning as one line.
 
-    Libraries that are imported later read the environment variables; those that are already
-    imported are configured directly.
+    Libraries that are imported later read the environment; the others are configured directly.
     """
     warnings.formatwarning = _warning  # type: ignore[assignment]  # its arguments are given by place
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric", "lm_eval", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        sys.modules["transformers"].logging.disable_progress_bar()
 
 
 def _warning(message: Warning | str, *_: object) -> str:
     """A warning as users see it, without the place in the source that it comes from."""
-    return f"coupled-adam: warning: {one_line(message, longest=None)}\n"
+    return f"coupled-adam: warning: {one_line(message)}\n"

@@ -15,10 +15,10 @@ from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
     RunOptions,
     arm_name,
-    check_output,
-    nothing_to_resume,
+    check_outputs,
 )
-from coupled_adam.cli.terminal import print_path
+from coupled_adam.cli.terminal import show
+from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
 
 
@@ -39,25 +39,25 @@ class Options(RunOptions):
 def run(options: Options) -> None:
     """Train and evaluate the run."""
     from coupled_adam.lab import comparison
+    from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_values
     from coupled_adam.lab.run import Run
     from coupled_adam.runs import CONFIG, run_name
 
-    # A run that is resumed has its recipe in its own folder.
     named = options.recipe or DEFAULT_RECIPE
+    # A run that is resumed has its recipe in its own folder.
     if options.recipe is None and options.resume and options.out is not None:
-        config = options.out / CONFIG
-        named = str(config) if config.is_file() else named
+        named = str(options.out / CONFIG)
+        if not Path(named).is_file():
+            raise UsageError(f"--out {options.out} holds no run to resume: leave out --resume")
     recipe = options.recipe_of(load_values(named))
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
-    check_output("--out", folder)
-    if options.resume and not (folder / CONFIG).is_file():
-        nothing_to_resume(folder, "run", named=options.recipe or not options.out)
+    check_outputs(out=folder)
     comparison.train_and_evaluate(
         Run(recipe, arm, seed, folder),
         execution=options.execution(recipe),
-        cache=options.cache_folder(),
+        cache=default_cache(),
         resume=options.resume,
     )
-    print_path("the run:", folder)
+    show(f"the run: {folder}")

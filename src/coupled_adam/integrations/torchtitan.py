@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -29,14 +28,6 @@ class CoupledOptimizersContainer(OptimizersContainer):
         if name != "CoupledAdamW":
             factory = OptimizersContainer._resolve_optimizer_factory(name)
         return factory
-
-    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        if config.implementation == "fused_opt_states_bf16":
-            raise ValueError(
-                "implementation='fused_opt_states_bf16' creates a second moment [V, H] for each "
-                "matrix, but a coupled one has vectors in float32: use 'fused'"
-            )
-        super().__init__(config, model_parts=model_parts)
 
 
 def default_coupled_adamw(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from coupled_adam.fields import Beta, Finite, NotNegative, Positive, Share, require
+from coupled_adam.fields import Beta, NotNegative, Positive, Share, require
 from coupled_adam.lab.sections import Training
 
 if TYPE_CHECKING:
@@ -67,71 +67,57 @@ class Arm:
     """
 
     name: ClassVar[str]
-    always_shown: ClassVar[tuple[str, ...]] = ()  # in the label, also with their defaults
     lr_factor: Positive = 1.0
     lr: Positive | None = None
 
     @property
     def label(self) -> str:
         """The arm's name in tables and figures, and the options that differ from their defaults."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        shown = (
-            text(values[option])
-            for option, text in _SHOWN.items()
-            if values.get(option) != defaults.get(option) or option in self.always_shown
-        )
+        values = {option: getattr(self, option) for option in _SHOWN if option in defaults}
+        shown = [_SHOWN[key](value) for key, value in values.items() if value != defaults[key]]
         return ", ".join([self.name, *shown])
 
-    def optimizer(self, model: "nn.Module", training: Training, **options: Any) -> "Optimizer":
-        """Create the arm's optimizer for the trainable parameters of a model.
+    def rate(self, training: Training) -> float:
+        """The learning rate of all parameters except the embeddings."""
+        return training.lr if self.lr is None else self.lr
 
-        Args:
-            options: more of :meth:`create`.
-        """
-        if self.lr is not None:  # each optimizer has a rate that suits it
-            training = dataclasses.replace(training, lr=self.lr)
-        return self.create(model, training, **options)
-
-    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create the optimizer for a training with the arm's learning rate."""
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create the arm's optimizer for the trainable parameters of a model."""
         from coupled_adam import CoupledAdamW
 
         groups = self.groups(model, training)
-        return CoupledAdamW(groups, training.lr, training.betas, training.eps)
+        return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
 
-    def group_options(self, training: Training) -> dict[str, Any]:
-        """The arm's own options of :func:`coupled_adam.param_groups`."""
-        return {"embeddings": {"lr": self.lr_factor * training.lr}}
+    def embeddings(self, training: Training) -> dict[str, Any]:
+        """The options of the token embeddings alone, as in :func:`coupled_adam.param_groups`."""
+        return {"lr": self.lr_factor * self.rate(training)}
 
-    def groups(self, model: "nn.Module", training: Training) -> "ParamGroups":
+    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
         """The groups of :func:`coupled_adam.param_groups`; positions decay if they are to."""
         from coupled_adam import param_groups
 
-        decay = training.weight_decay
-        positions = _learned_positions(model) if training.decay_positions else {}
-        groups = param_groups(
-            model, weight_decay=decay, exclude=[*positions], **self.group_options(training)
-        )
-        if positions:
-            groups.append(_uncoupled(positions, decay))
+        decay, embeddings = training.weight_decay, self.embeddings(training)
+        if not training.decay_positions:
+            return param_groups(model, embeddings, weight_decay=decay, **options)
+        positions = _positions(model, decay)
+        options["exclude"] = positions["params"]
+        groups = param_groups(model, embeddings, weight_decay=decay, **options)
+        if positions["params"]:
+            groups.append(positions)
         return groups
 
 
-def _learned_positions(model: "nn.Module") -> "dict[str, nn.Parameter]":
-    """The trained tables of embeddings that are not of tokens, by name."""
+def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
+    """A group of the trained tables of embeddings that are not of tokens."""
     from torch import nn
 
     from coupled_adam import embedding_parameters
 
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {*embedding_parameters(model).values()}
-    return {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
-
-
-def _uncoupled(parameters: "dict[str, nn.Parameter]", weight_decay: float) -> dict[str, Any]:
-    """A group of parameters by name, as :func:`coupled_adam.param_groups` makes them."""
-    names = {"params": [*parameters.values()], "param_names": [*parameters]}
+    named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
+    names = {"params": [*named.values()], "param_names": [*named]}
     return {**names, "coupled": False, "weight_decay": weight_decay}
 
 
@@ -149,23 +135,25 @@ class AdamWArm(Arm):
     beta1: Beta | None = None
     beta2: Beta | None = None
 
-    def group_options(self, training: Training) -> dict[str, Any]:
-        """The rate, the betas and the weight decay of the embeddings."""
+    def embeddings(self, training: Training) -> dict[str, Any]:
+        """The rate and the betas."""
         own = self.beta1, self.beta2
         betas = tuple(usual if b is None else b for b, usual in zip(own, training.betas))
-        return {
-            "embeddings": {"lr": self.lr_factor * training.lr, "betas": betas},
-            "embedding_weight_decay": self.embedding_weight_decay,
-        }
+        return {**super().embeddings(training), "betas": betas}
 
-    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+        """The groups, with the embeddings' weight decay."""
+        decay = {"embedding_weight_decay": self.embedding_weight_decay}
+        return super().groups(model, training, **decay, **options)
+
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create torch's AdamW with the groups that Coupled Adam has."""
         from torch.optim import AdamW
 
         groups = self.groups(model, training)
         for group in groups:
             del group["coupled"]
-        return AdamW(groups, training.lr, training.betas, training.eps)
+        return AdamW(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,14 +172,16 @@ class CoupledAdamArm(AdamWArm):
     zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
 
-    create = Arm.create
+    optimizer = Arm.optimizer
 
-    def group_options(self, training: Training) -> dict[str, Any]:
+    def embeddings(self, training: Training) -> dict[str, Any]:
         """AdamW's options, and Coupled Adam's own."""
-        options = super().group_options(training)
         names = ("second_moment_scale", "row_exponent", "zero_sum")
-        options["embeddings"] |= {name: getattr(self, name) for name in names}
-        return {**options, "couple": self.couple}
+        return super().embeddings(training) | {name: getattr(self, name) for name in names}
+
+    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+        """AdamW's groups, in which the chosen matrices are coupled."""
+        return super().groups(model, training, couple=self.couple, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,44 +189,31 @@ class LeanArm(Arm):
     """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``."""
 
     name = "LEAN"
-    always_shown = ("lr_factor",)  # which is not 1
     lr_factor: Positive = 2.0
 
-    def group_options(self, training: Training) -> dict[str, Any]:
+    def embeddings(self, training: Training) -> dict[str, Any]:
         """LEAN's options, with the arm's rate."""
         from coupled_adam import LEAN
 
-        return {"embeddings": LEAN | {"lr_factor": self.lr_factor}}
+        return LEAN | {"lr_factor": self.lr_factor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGDArm(Arm):
-    """SGD with momentum for the token embeddings (Algorithm 2).
-
-    momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
-    """
+    """SGD with momentum 0.9 for the token embeddings (Algorithm 2)."""
 
     name = "SGD"
     lr_factor: Positive = dataclasses.field()  # there is no usual one
-    momentum: Beta = 0.9
-    dampening: Finite = 0.0
-    nesterov: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise ValueError for options that do not fit together."""
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
-
-    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
         groups = self.groups(model, training)
-        names = ("momentum", "dampening", "nesterov")
         for group in groups:
             if group.pop("coupled"):
-                group["sgd"] = {name: getattr(self, name) for name in names}
-        return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
+                group["momentum"] = 0.9
+        return EmbeddingSGD(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,6 +227,7 @@ class MuonArm(Arm):
     row_exponent, zero_sum: as for coupled_adam.
     """
 
+    name = "Muon"
     coupled: bool = True
     row_exponent: Share = 0.0
     zero_sum: bool = False
@@ -260,29 +238,30 @@ class MuonArm(Arm):
             raise ValueError("row_exponent and zero_sum need coupled=true")
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """Muon with what has the other matrices."""
-        return "Muon with Coupled Adam" if self.coupled else "Muon with AdamW"
+    def label(self) -> str:
+        """The label, with what has the other matrices."""
+        others = "Coupled Adam" if self.coupled else "AdamW"
+        return super().label.replace("Muon", f"Muon with {others}", 1)
 
-    def create(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
+    def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
         """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
         names = ("lr_factor", "row_exponent", "zero_sum")
-        positions = _learned_positions(model)
+        decay = training.weight_decay
+        positions = _positions(model, decay if training.decay_positions else 0.0)
         optimizer = MuonWithCoupledAdam(
             model,
-            training.lr,
+            self.rate(training),
             embeddings={name: getattr(self, name) for name in names},
-            exclude=[*positions],
-            weight_decay=training.weight_decay,
+            exclude=positions["params"],
+            weight_decay=decay,
             betas=training.betas,
             eps=training.eps,
             **groups,
         )
-        if positions:
-            decay = training.weight_decay if training.decay_positions else 0.0
-            optimizer.add_param_group(_uncoupled(positions, decay))
+        if positions["params"]:
+            optimizer.add_param_group(positions)
         for group in optimizer.param_groups:
             group["coupled"] = self.coupled and group.get("coupled", False)
         return optimizer

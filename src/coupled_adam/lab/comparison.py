@@ -5,8 +5,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 """
 
 import contextlib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import yaml
 
 from coupled_adam import files
 from coupled_adam.errors import DivergedError, UsageError
+from coupled_adam.fields import require
 from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, load_recipe
@@ -27,7 +27,6 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import COMPARISON, REPORT, run_name
 
@@ -69,11 +68,13 @@ def compare(
         DivergedError: if runs have diverged, once all others are finished and reported.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
+    finished: list[Run] = []
+    diverged: list[DivergedError] = []
     with contextlib.ExitStack() as locks:
         with process_group(execution.device):
             whole = on_rank_zero(lambda: _extended(recipe, out, resume))
             # Before the folder is made, so that a text that is mistyped leaves none behind.
-            corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
+            corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
             on_rank_zero(lambda: _claim(out, whole, locks))
             runs = [
                 Run(recipe, arm, seed, out / run_name(arm, seed))
@@ -81,42 +82,28 @@ def compare(
                 for arm in recipe.arms
             ]
             on_start()
-            finished, diverged = _train_all(runs, corpus, execution)
+            for run in runs:
+                try:
+                    train(run, corpus, execution)
+                except DivergedError as error:  # on all processes alike
+                    diverged.append(error)
+                    continue
+                finished.append(run)
+                # At once if no other process has to wait for it; otherwise after the group.
+                if world_size() == 1:
+                    evaluate_trained(run, corpus, execution)
             is_first = rank() == 0
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
         for run in finished:
             evaluate_trained(run, corpus, execution)
-        if not finished:
-            raise diverged[0]
-        written = report([out], out / REPORT)
-        on_report(written)
+        written = report([out], out / REPORT) if finished else None
+        if written is not None:
+            on_report(written)
         if diverged:
             raise diverged[0]
         return written
-
-
-def _train_all(
-    runs: Sequence[Run], corpus: Corpus, execution: Execution
-) -> tuple[list[Run], list[DivergedError]]:
-    """Train all runs; return those that are finished, and how the others have diverged."""
-    finished: list[Run] = []
-    diverged: list[DivergedError] = []
-    with Progress(runs) as progress:
-        for run in runs:
-            try:
-                train(run, corpus, execution, progress)
-            except DivergedError as error:  # on all processes alike
-                diverged.append(error)
-                continue
-            finished.append(run)
-            # At once if no other process has to wait for it; otherwise after the group.
-            if world_size() == 1:
-                progress.say("testing")
-                evaluate_trained(run, corpus, execution)
-        progress.say("done")
-    return finished, diverged
 
 
 def train_and_evaluate(
@@ -126,7 +113,7 @@ def train_and_evaluate(
     with process_group(execution.device):
         if not resume:
             on_rank_zero(lambda: check_unused(run.folder, "run", resume))
-        corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))
+        corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
         train(run, corpus, execution)
         is_first = rank() == 0
     if is_first:
@@ -139,19 +126,14 @@ def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str
 
 
 def _claim(out: Path, recipe: Recipe, locks: contextlib.ExitStack) -> None:
-    """Make the folder of a comparison, lock it until ``locks`` closes, and describe it.
-
-    Raises:
-        UsageError: the folder is in use or not writable.
-    """
+    """Make the folder of a comparison, lock it until ``locks`` closes, and describe it."""
     try:
         # The lock is a file in the folder, and ends with this process however that ends.
         out.mkdir(parents=True, exist_ok=True)
         locks.enter_context(files.sole_writer(out))
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
         raise UsageError(
-            f"--out {out} cannot be written ({reason}): choose another folder"
+            f"--out {out} cannot be written ({error.strerror}): choose another folder"
         ) from None
     text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
     files.write_atomically(out / COMPARISON, text)
@@ -162,10 +144,10 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
         is_used = not all(path.name.startswith(".") for path in out.iterdir())
-    if is_used and resume:
-        raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
-    if is_used:
-        raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
+    problem = "exists: continue it with --resume, or choose another folder"
+    if resume:
+        problem = f"holds no {kind} to resume: choose another folder"
+    require(not is_used, f"--out {out} {problem}")
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
@@ -178,22 +160,16 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
     if stored is None:
         check_unused(out, "comparison", resume)
         return recipe
-    shared = stored.arms.keys() & recipe.arms.keys()
-
-    def may_differ(key: str) -> bool:
-        """Whether it is the seeds, or an arm that only one of the two has."""
-        section, _, option = key.partition(".")
-        return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
-
-    # All differences at once, as the user typed them or left them out.
+    joined = recipe.joined(stored)
+    # Arms and seeds may be more; all else, and the arms that both have, must be the same.
+    there = {**stored.to_dict(), "seeds": joined.seeds, "arms": {**joined.arms, **stored.arms}}
     different = ", ".join(
         f"{key}={there!r} there, {here!r} here"
-        for key, (there, here) in differences(stored.to_dict(), recipe.to_dict()).items()
-        if not may_differ(key)
+        for key, (there, here) in differences(there, joined.to_dict()).items()
     )
-    if different:
-        raise UsageError(
-            f"--out {out} holds another comparison ({different}): leave those options out "
-            "to continue it, or choose another folder"
-        )
-    return recipe.joined(stored)
+    require(
+        not different,
+        f"--out {out} holds another comparison ({different}): leave those options out to continue "
+        "it, or choose another folder",
+    )
+    return joined

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.optim.sgd import sgd
 
 
 class PartlyAdamW(torch.optim.AdamW):
@@ -43,31 +41,18 @@ class PartlyAdamW(torch.optim.AdamW):
 
 
 class EmbeddingSGD(PartlyAdamW):
-    """AdamW, except that param groups with the option ``sgd`` are updated by SGD.
+    """AdamW, except that groups with the option ``momentum`` have SGD, without weight decay."""
 
-    ``sgd`` contains the options momentum, dampening and nesterov of :class:`torch.optim.SGD`; SGD
-    also uses the group's ``lr`` and ``weight_decay``.
-    """
-
-    option = "sgd"
+    option = "momentum"
 
     @torch.no_grad()
     def step_group(self, group: dict[str, Any]) -> None:
         """Update the group's parameters by SGD."""
-        params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        sgd(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            buffers,
-            weight_decay=group["weight_decay"],
-            lr=group["lr"],
-            maximize=group["maximize"],
-            has_sparse_grad=False,
-            **group["sgd"],
-        )
-        for p, buffer in zip(params, buffers):
-            state = self.state[p]
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1  # AdamW's loading expects it
-            if buffer is not None:
-                state["momentum_buffer"] = buffer
+        for p in group["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.mul_(group["momentum"]).add_(p.grad)
+                p.add_(momentum, alpha=-group["lr"])
+                # AdamW's loading expects a number of steps.
+                state["step"] = state.get("step", torch.tensor(0.0)) + 1

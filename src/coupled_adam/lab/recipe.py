@@ -9,19 +9,23 @@ import copy
 import dataclasses
 import fnmatch
 import os
-import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from coupled_adam.errors import UsageError, did_you_mean, refused
+import yaml
+from pydantic import Field
+
+from coupled_adam.errors import UsageError, did_you_mean, one_line, refused
 from coupled_adam.fields import Seed, checked, require
 from coupled_adam.lab.arms import OPTIMIZERS, Arm, expanded
-from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
+# Both name folders.
+_Name = Annotated[str, Field(pattern=r"^\w[\w.+-]{0,49}$")]
+_ArmName = Annotated[str, Field(pattern=r"^\w[\w+-]{0,49}$")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,46 +42,29 @@ class Recipe:
         coupled_adam.lab.training.variant.Variant in a module that Python finds; null for none.
     """
 
-    name: str
+    name: _Name
     model: Model
     data: Data
     training: Training
-    arms: dict[str, dict[str, Any]]
-    seeds: list[Seed]
-    variant: str | None = None
+    arms: Annotated[dict[_ArmName, dict[str, Any]], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    variant: Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")] | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values that are out of range or do not fit together."""
-        require(
-            re.fullmatch(r"\w[\w.+-]{,49}", self.name),
-            f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
-        )
-        # Each section has checked itself; what follows is about two of them, or the arms.
+        """Raise UsageError for values of several sections or arms that do not fit together."""
         positions, length = self.model.n_positions, self.training.sequence_length
         require(
             positions is None or positions >= length,
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
-        require(
-            self.variant is None or re.fullmatch(r"\w+(\.\w+)*:\w+", self.variant),
-            f"variant={self.variant!r} must be module:name, such as study.masked_lm:MASKED_LM",
-        )
-        require(self.arms, "arms must name at least one arm")
+        require(len({*self.seeds}) == len(self.seeds), f"seeds={self.seeds} must be different")
         for name in self.arms:
-            require(
-                re.fullmatch(r"\w[\w+-]{,49}", name),
-                f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
-            )
             couple = getattr(self.arm(name), "couple", "both")
             require(
                 couple == "both" or not self.model.tied,
                 f"arms.{name}.couple={couple} needs model.tied=false: with input and output "
                 "embeddings in one matrix it would do the same as both",
             )
-        require(
-            len(set(self.seeds)) == len(self.seeds) > 0,
-            f"seeds={self.seeds} must be different whole numbers, at least one",
-        )
 
     @property
     def steps(self) -> int:
@@ -104,17 +91,14 @@ class Recipe:
     def arm(self, name: str) -> Arm:
         """Create the arm of that name from its options."""
         options = dict(self.arms[name])
-        kind, kinds = options.pop("optimizer", None), ", ".join(OPTIMIZERS)
-        if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
-            names = ", ".join(arm for arm in self.arms if arm != name) or "none"
-            raise UsageError(
-                f"arms.{name}.optimizer must be given: one of {kinds}. Or did you mean another "
-                f"arm? There are {names}"
-            )
-        if not isinstance(kind, str) or kind not in OPTIMIZERS:
-            raise UsageError(f"arms.{name}.optimizer={kind!r} must be one of {kinds}")
+        kind = options.pop("optimizer", None)
+        require(
+            str(kind) in OPTIMIZERS,
+            f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}; the recipe "
+            f"has the arms {', '.join(self.arms)}",
+        )
         with refused(f"arms.{name}: ", UsageError):
-            return checked(OPTIMIZERS[kind], options)
+            return checked(OPTIMIZERS[str(kind)], options)
 
     def only(self, arm: str, seed: int) -> "Recipe":
         """The recipe of a single run, which does not depend on the other arms and seeds."""
@@ -159,26 +143,22 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     ``arms.*.lr_factor`` is that option of all arms.
     """
     changed = copy.deepcopy(dict(plain))
-    for pattern, value in values.items():
-        for key in _keys(pattern, changed):
-            *places, last = key.split(".")
-            target = changed
-            for place in places:
-                target = target.setdefault(place, {})
-                require(isinstance(target, dict), f"{key}: {place} has no keys of its own")
+    for key, value in values.items():
+        *places, last = key.split(".")
+        targets = [changed]
+        for place in places:
+            names = [place]
+            if "*" in place:
+                names = fnmatch.filter(targets[0], place)
+                require(names, f"{key} matches nothing: there are {', '.join(targets[0])}")
+            targets = [target.setdefault(name, {}) for target in targets for name in names]
+            require(
+                all(isinstance(target, dict) for target in targets),
+                f"{key}: {place} has no keys of its own",
+            )
+        for target in targets:
             target[last] = value
     return changed
-
-
-def _keys(pattern: str, plain: Mapping[str, Any]) -> list[str]:
-    """The keys that a key with a pattern of arms stands for."""
-    section, _, option = pattern.partition(".")
-    arm, _, option = option.partition(".")
-    if section != "arms" or "*" not in arm:
-        return [pattern]
-    arms = fnmatch.filter(plain["arms"], arm)
-    require(arms, f"{pattern} matches no arm of the recipe: there are {', '.join(plain['arms'])}")
-    return [f"arms.{name}.{option}" for name in arms]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -203,11 +183,18 @@ def recipe_from(values: Any, source: str) -> Recipe:
     Raises:
         UsageError: they are not those of a recipe.
     """
-    values = _mapping(values, source)
     with refused(f"{source}: ", UsageError):
-        if isinstance(values.get("arms"), dict):
+        if isinstance(values, dict) and isinstance(values.get("arms"), dict):
             values = {**values, "arms": expanded(values["arms"])}
         return checked(Recipe, values)
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """Plain lists, dicts and values from YAML text; UsageError, which names the source, if not."""
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # scalars that only look like a date or a number have their own
+        raise UsageError(f"{source} is not YAML: {one_line(error)}") from None
 
 
 def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
@@ -225,23 +212,21 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
     is_ours = name in recipe_names()
     path = _FOLDER / f"{name}.yaml" if is_ours else Path(name)
     try:
-        if extended and not path.is_file():  # reading a device could block
-            raise OSError(None, "no such file")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         hint = did_you_mean(Path(name).name, recipe_names(), "see coupled-adam recipes")
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
-    values = _mapping(read_yaml(text, source), source)
+    values = read_yaml(text, source)
+    require(isinstance(values, dict), f"{source} must consist of keys, such as name: tiny")
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
-    base = values.pop("extends", None)
-    if base is None:
-        return values
-    base = str(base)
-    if base not in recipe_names() and not is_ours:
-        # Beside this file, wherever the command was started; resolved, so that a circle is seen.
-        base = os.path.realpath(Path(name).parent / base.replace("\0", ""))
+    if values.get("extends") is None:
+        return {key: value for key, value in values.items() if key != "extends"}
+    base = str(values.pop("extends"))
+    if base not in recipe_names():
+        # Beside this file, wherever the command was started; normal, so that a circle is seen.
+        base = os.path.normpath(Path(name).parent / base)
     if not extended:  # a file of one's own is not its parent, whose runs it would replace
         values.setdefault("name", Path(name).stem)
     inherited = load_values(base, [*extended, name])
@@ -258,10 +243,3 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
         merged = both_sections and key != "arms"
         inherited[key] = {**inherited[key], **value} if merged else value
     return inherited
-
-
-def _mapping(values: Any, source: str) -> dict[str, Any]:
-    """The values, if they have keys; raises UsageError otherwise."""
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
-    return values

@@ -31,8 +31,8 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The content of ``config.yaml``: the same whatever the run is compared with."""
-        recipe = self.recipe.only(self.arm, self.seed)
-        return {"arm": self.arm, "seed": self.seed, "recipe": recipe.to_dict()}
+        own = {"arms": {self.arm: self.options}, "seeds": [self.seed]}
+        return {"arm": self.arm, "seed": self.seed, "recipe": {**self.recipe.to_dict(), **own}}
 
     @property
     def label(self) -> str:
@@ -80,11 +80,6 @@ class Run:
         """The mean speed of training, without evaluations and checkpoints; NaN if not logged."""
         speeds = [speed for speed in self.curve("tokens_per_second")[1] if speed > 0]
         return len(speeds) / math.fsum(1 / speed for speed in speeds) if speeds else math.nan
-
-    @property
-    def spectrum(self) -> list[float]:
-        """The singular values of the output embeddings; empty if they were not measured."""
-        return (self.evaluation.get("embeddings") or {}).get("singular_values") or []
 
     @property
     def has_model(self) -> bool:

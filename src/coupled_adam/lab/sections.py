@@ -69,8 +69,7 @@ class Model:
 class Data:
     """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
 
-    text: a file or folder of .txt, .md, .rst, .jsonl, .json, .csv, .tsv or .parquet files, which
-        may be compressed.
+    text: a file or folder of .txt, .md, .jsonl, .csv or .parquet files, which may be compressed.
     separator: the text between two documents in plain text files; null cuts files into passages.
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
     hub_config: the configuration of the data set, if it has several.

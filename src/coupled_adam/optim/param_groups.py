@@ -224,7 +224,8 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
                 f"the coupled group was built with {factor:g} times the learning rate of the "
                 f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
                 "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
-                "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
+                "group.get('initial_lr_factor', 1) for group in optimizer.param_groups], and "
+                "cycle_momentum=False"
             )
             return True
     return False

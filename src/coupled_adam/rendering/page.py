@@ -28,9 +28,9 @@ def render(
         package: the package that contains the template.
     """
     # Templates of another package extend those of this one.
-    packages = dict.fromkeys((package, "coupled_adam.rendering"))
+    packages = [jinja2.PackageLoader(name) for name in (package, "coupled_adam.rendering")]
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in packages]),
+        loader=jinja2.ChoiceLoader(packages),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )

@@ -47,10 +47,9 @@ class Picture:
 
 
 def drawn(figure: Figure, format: str = "png") -> bytes:  # noqa: A002
-    """The image of a figure as PNG, SVG or PDF, marked as ours, so that it may be replaced."""
+    """The image of a figure as PNG, SVG or PDF."""
     image = io.BytesIO()
-    metadata = {"Software" if format == "png" else "Creator": "coupled-adam"}
-    figure.savefig(image, dpi=130, format=format, metadata=metadata)
+    figure.savefig(image, dpi=130, format=format)
     return image.getvalue()
 
 
@@ -76,8 +75,6 @@ def plot_means(ax: Axes, points: Mapping[float, Sequence[float]], **style: Any) 
 
 def legend(ax: Axes, markerscale: float = 1.0) -> None:
     """Add a legend, in small print if it has many entries; none if there are no labels."""
-    entries = len(ax.get_legend_handles_labels()[0])
-    many = entries > 5
-    if entries:
-        size = "x-small" if many else None
-        ax.legend(markerscale=markerscale, fontsize=size, ncols=2 if many else 1)
+    if entries := len(ax.get_legend_handles_labels()[0]):
+        size, columns = ("x-small", 2) if entries > 5 else ("medium", 1)
+        ax.legend(markerscale=markerscale, fontsize=size, ncols=columns)

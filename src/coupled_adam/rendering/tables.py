@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table as RichTable
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_LONGEST_NOTE = 100
-_LONGEST_TITLE = 30
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -65,10 +61,8 @@ class Table:
     def cells(self) -> Iterator[list[Cell] | str]:
         """The rows, in which each text is a cell; titles stay texts."""
         for row in self.rows:
-            if isinstance(row, str):
-                yield row
-            else:
-                yield [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
+            yield row if isinstance(row, str) else [*cells]
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -79,22 +73,14 @@ class Table:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.constrain import Constrain
         from rich.text import Text
 
-        yield ""
-        yield self._for_terminal()
-        # Long lines of small print are hard to read.
-        for note in self.notes:
-            yield Constrain(Text(printable(note), "dim"), _LONGEST_NOTE)
+        yield from ("", self._for_terminal())
+        yield from (Text(printable(note), "dim") for note in self.notes)
         yield ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        from rich.measure import Measurement
-
-        # Numbers are never cut off; texts are broken into lines in a narrow terminal.
-        narrowest = Measurement.get(console, options, self._for_terminal()).minimum
-        return Measurement(narrowest, narrowest)
+        return console.measure(self._for_terminal(), options=options)
 
     def _for_terminal(self) -> RichTable:
         """The table for rich, in which no text can control a terminal."""
@@ -116,20 +102,17 @@ class Table:
         )
         rows = [*self.cells()]
         texts = [[cell.text for cell in row] for row in rows if not isinstance(row, str)]
-        columns = [[header, *cells] for header, *cells in zip(self.columns, *texts)]
-        widths = [max(map(cell_len, column)) for column in columns]
-        words = [max(map(cell_len, " ".join(column).split() or [""])) for column in columns]
-        # In a narrow terminal one column takes several lines, that with the most to save; a title
-        # between rows stands in the first column, which a long one must not widen.
-        broken = max(self.left, key=lambda index: widths[index] - words[index], default=None)
-        for index, header in enumerate(self.columns):
+        for index, (header, *cells) in enumerate(zip(self.columns, *texts)):
+            # In a narrow terminal texts take several lines, and numbers do not. A title between
+            # rows stands in the first column, which a long one must not widen.
+            is_text, width = index in self.left, max(map(cell_len, [header, *cells]))
             table.add_column(
                 Text(printable(header)),
-                justify="left" if index in self.left else "right",
+                justify="left" if is_text else "right",
                 overflow="fold",
-                min_width=(words if index == broken else widths)[index],
-                no_wrap=index != broken,
-                max_width=max(widths[0], _LONGEST_TITLE) if index == 0 else None,
+                no_wrap=not is_text,
+                min_width=None if is_text else width,
+                max_width=None if index else max(width, 30),
             )
         for number, row in enumerate(rows):
             if not isinstance(row, str):
@@ -138,7 +121,7 @@ class Table:
             if number:
                 table.add_row()
             if row:
-                table.add_row(Text(printable(row), "bold", no_wrap=False))
+                table.add_row(Text(printable(row), "bold"))
         return table
 
     # Other formats
@@ -236,12 +219,7 @@ def short(number: float) -> str:
 
 
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:
-    """Format lines of values as CSV; text that looks like a formula is prefixed with '."""
-    # Spreadsheets would calculate a text that begins like a formula, and names are not ours.
+    """Format lines of values as CSV."""
     text = io.StringIO()
-    safe = (
-        [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in line]
-        for line in lines
-    )
-    csv.writer(text, lineterminator="\n").writerows(safe)
+    csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()

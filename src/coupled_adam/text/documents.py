@@ -1,16 +1,14 @@
 """The documents of text files, and of Python's own documentation."""
 
 import ast
-import bz2
 import csv
 import gzip
-import itertools
 import json
 import lzma
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,16 +24,9 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch, Table
 
 T = TypeVar("T")
-PLAIN = (".txt", ".md", ".rst")
-TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_OPEN: dict[str, Callable[..., Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": zstd.open,
-}
-"""How the files of each compression are opened."""
+PLAIN = (".txt", ".md")
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
 
 
 def documents(path: Path, separator: str | None = None, column: str = "text") -> Iterator[str]:
@@ -48,8 +39,7 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
         column: the column, or the key in JSON, that holds the text of a table.
 
     Raises:
-        UsageError: a file cannot be read, or there is no text at all; the message begins with a
-            path.
+        UsageError: a file cannot be read, or there is no text; the message begins with a path.
     """
     empty = True
     for file in text_files(path):
@@ -63,23 +53,17 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the files of one kind (plain text or tables) in a folder, in order.
-
-    Raises:
-        UsageError: there is no such file or folder, or it does not hold files of one kind.
-    """
+    """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
     with _readable(path):
         path.stat()
     if not path.is_dir():
         return [path]
     files = [file for file in visible_files(path) if _format(file) in PLAIN + TABLES]
-    if not files:
-        raise UsageError(f"{path}: no file in it ends in {', '.join(PLAIN + TABLES)}")
     formats = {_format(file) for file in files}
-    if not formats <= {*PLAIN} and not formats <= {*TABLES}:
+    if not files or (formats - {*PLAIN} and formats & {*PLAIN}):
         raise UsageError(
-            f"{path} holds plain text and tables ({', '.join(sorted(formats))}): give "
-            "one file, or a folder of one kind"
+            f"{path}: its files must end in {', '.join(PLAIN)}, or all in {', '.join(TABLES)}; "
+            f"there are {', '.join(sorted(formats)) or 'none of these'}"
         )
     return files
 
@@ -95,16 +79,10 @@ def visible_files(folder: Path) -> list[Path]:
 
 def column_texts(tables: "Iterable[Table | RecordBatch]", column: str) -> Iterator[str]:
     """Yield the texts in a column; UsageError if there is no such column, or it holds no text."""
-
-    def values() -> Iterator[Any]:
-        for table in tables:
-            _check_column(table.schema.names, column)
-            # datasets makes quoted JSON of all texts in a column that holds something else as well.
-            if "json" in str(table.schema.field(column).type):
-                raise UsageError(f"column {column!r} is not text in all of its rows")
-            yield from table[column].to_pylist()
-
-    yield from _texts(values(), column)
+    for table in tables:
+        _check_column(table.schema.names, column)
+        for value in table[column].to_pylist():
+            yield _text(value, column)
 
 
 def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
@@ -170,12 +148,8 @@ def python_documentation() -> Iterator[str]:
 
 def library_files() -> list[Path]:
     """The files of Python's documentation, with the topics of the language reference first."""
-    try:
-        from pydoc_data import topics
-    except ImportError:
-        raise UsageError(
-            "this Python comes without pydoc_data: give a text of your own with --text"
-        ) from None
+    from pydoc_data import topics
+
     folder = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     modules = (p for p in sorted(folder.rglob("*.py")) if not left_out & set(p.parts))
@@ -194,73 +168,53 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
     if kind == ".parquet":
         from pyarrow import parquet
 
-        with _OPEN.get(path.suffix, open)(path, "rb") as file:
-            yield from column_texts(parquet.ParquetFile(file).iter_batches(1000), column)
-    elif kind in (".jsonl", ".json"):
-        yield from _texts(_json_values(_lines(path), column), column)
-    elif kind in _DELIMITERS:
-        yield from _cells(_lines(path), _DELIMITERS[kind], column)
-    elif separator is None:
-        yield from passages(_lines(path))
-    else:
-        chunks = batched(_lines(path), 2**20, len)
-        yield from separated(map("".join, chunks), separator)
+        yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
+        return
+    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as lines:
+        if kind in TABLES:
+            for row in _csv_rows(lines) if kind == ".csv" else _json_rows(lines):
+                _check_column(row, column)
+                yield _text(row[column], column)
+        elif separator is None:
+            yield from passages(lines)
+        else:
+            yield from separated(map("".join, batched(lines, 2**20, len)), separator)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """The lines of a text, which is unpacked while it is read, with their ends."""
-    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
-        for line in file:
-            if "\0" in line:
-                raise UsageError("NUL characters are in it, which text has not: unpack an archive")
-            yield line
+def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise UsageError(f"line {number} is not JSON: {error}") from None
+        if isinstance(row, dict):
+            yield row
+        elif row is not None:
+            raise UsageError(f"line {number} is not a JSON object, but {str(row)[:50]!r}")
 
 
-def _json_values(lines: Iterator[str], column: str) -> Iterator[Any]:
-    """Yield the values of a key of JSON Lines, or of a single array, which is read as a whole."""
-    first = next(lines, "")
-    texts = filter(str.strip, itertools.chain([first], lines))
-    is_array = first.lstrip().startswith("[")
-    number = 0
-    try:
-        for row in json.loads("".join(texts)) if is_array else map(json.loads, texts):
-            number += 1
-            if not isinstance(row, dict):
-                raise UsageError(f"row {number} is not a JSON object, but {str(row)[:50]!r}")
-            _check_column([*row], column)
-            yield row[column]
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"row {number + 1}: not JSON ({error})") from None
-
-
-def _cells(lines: Iterable[str], delimiter: str, column: str) -> Iterator[str]:
-    """Yield the texts in a column of a table whose first line names its columns."""
+def _csv_rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+    """The rows below the first line, which names the columns."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    names = next(reader, [])
-    _check_column(names, column)
-    for row in filter(None, reader):
-        if len(row) != len(names):
-            raise UsageError(
-                f"line {reader.line_num}: a row of {len(row)} columns, where the first line names "
-                f"{len(names)}"
-            )
-        yield row[names.index(column)]
+    reader = csv.DictReader(lines, strict=True)
+    for row in reader:
+        if None in row or None in row.values():  # for values without columns, and the reverse
+            raise UsageError(f"line {reader.line_num} has not as many columns as the first line")
+        yield row
 
 
-def _texts(values: Iterable[Any], column: str) -> Iterator[str]:
-    """The values of a column, which are texts or null; UsageError for anything else."""
-    for number, value in enumerate(values, 1):
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"row {number}: {column!r} is not text, but {str(value)[:50]!r}")
-        # JSON may hold half a surrogate pair, which UTF-8 cannot.
-        yield "" if value is None else value.encode(errors="replace").decode()
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str | None):
+        raise UsageError(f"{column!r} is not text in each row, but {str(value)[:50]!r}")
+    # JSON may hold half a surrogate pair, which UTF-8 cannot.
+    return (value or "").encode(errors="replace").decode()
 
 
-def _check_column(names: Sequence[str], column: str) -> None:
+def _check_column(names: Iterable[str], column: str) -> None:
     if column not in names:
-        hint = did_you_mean(column, names, "name the column that holds the text")
-        raise UsageError(f"column={column!r} is not among its columns {', '.join(names)}: {hint}")
+        raise UsageError(
+            f"column={column!r} is not among its columns: {did_you_mean(column, names)}"
+        )
 
 
 @contextmanager

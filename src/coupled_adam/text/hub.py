@@ -9,59 +9,41 @@ from typing import Any
 
 from coupled_adam.errors import one_line
 
-_PATIENCE = 5.0  # seconds
-
 
 def is_hub_id(name: str) -> bool:
     """Whether this could be the id of a model on the hub: ``name``, or ``owner/name``."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
+@functools.cache
 def reach_hub() -> None:
     """Find out, with one request, whether the hub answers; if it does not, use its cache alone.
 
     Its libraries would try each file again and again, for minutes.
     """
-    from huggingface_hub import constants
+    from huggingface_hub import constants, get_session
 
-    if not constants.is_offline_mode() and not _answers(constants.ENDPOINT):
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # of its HTTP client
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
 
 
-@functools.cache
-def _answers(endpoint: str) -> bool:
-    from huggingface_hub import get_session
-
-    try:
-        get_session().head(endpoint, timeout=_PATIENCE)
-    except Exception:  # of its HTTP client
-        return False
-    return True
-
-
 def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Download a model's files with names of these patterns, with a bar; return their folder.
-
-    Files in subfolders are left out.
-    """
-    import huggingface_hub
+    """Download a model's files with names of these patterns, but for those in subfolders."""
+    from huggingface_hub import snapshot_download
     from tqdm.asyncio import tqdm_asyncio
 
-    # Shown even where the hub's own bars are hidden.
     class Bar(tqdm_asyncio):  # type: ignore[type-arg]
+        """Shown even where the hub's own bars are hidden."""
+
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": None, "leave": False})
 
     reach_hub()
-    folder = huggingface_hub.snapshot_download(
-        name,
-        revision=revision,
-        allow_patterns=list(patterns),
-        ignore_patterns=["*/*"],
-        tqdm_class=Bar,
-    )
-    return Path(folder)
+    kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ["*/*"]}
+    return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **kept))
 
 
 def hub_error(error: BaseException) -> str:

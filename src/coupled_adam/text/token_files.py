@@ -34,16 +34,9 @@ class TokenFile:
         """The ids [stop - start] of a part; a relative path is relative to ``folder``.
 
         The file is not kept open, since a large corpus has more files than a process may open.
-
-        Raises:
-            UsageError: the file has become shorter.
         """
-        path = folder / self.path
-        stop = min(stop, self.length)
-        ids = np.fromfile(path, self.dtype, stop - start, offset=self._byte(start))
-        if len(ids) < stop - start:
-            raise UsageError(f"{path} has become shorter: restore it, and continue with --resume")
-        return ids
+        count = min(stop, self.length) - start
+        return np.fromfile(folder / self.path, self.dtype, count, offset=self._byte(start))
 
     def _byte(self, token: int) -> int:
         """Where in the file a token is."""
@@ -80,11 +73,11 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
 
     Args:
         vocab_size: V, above all ids.
-        dtype: the type of the ids, ``"uint16"``, ``"uint32"`` or ``"int64"``. None is the header's
-            type or, without a header, the smaller of uint16 and uint32 that can represent the ids.
+        dtype: the type of the ids, ``"uint16"``, ``"uint32"`` or ``"int64"``. None is that of the
+            header or, without one, the smaller of uint16 and uint32 that can represent the ids.
 
     Raises:
-        UsageError: the file cannot be read, is truncated, or is in another format.
+        UsageError: the file cannot be read, is truncated, or holds wider numbers.
     """
     try:
         size = path.stat().st_size
@@ -92,40 +85,19 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
             start = file.read(2**16)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    if start.startswith(b"\x93NUMPY"):
-        raise UsageError(f"{path} is a .npy file: write its numbers alone, with array.tofile")
     magic, version, promised = np.frombuffer(start[:12].ljust(12, b"\0"), "<i4").tolist()
-    offset = 0
-    if (magic, version) in _LLM_C:
-        stated = _LLM_C[magic, version]
-        if dtype not in (None, stated):
-            raise UsageError(f"token_dtype={dtype}, but {path} says it has {stated}: leave it out")
-        dtype, offset = stated, _HEADER
-    elif magic // 10000 == 2024:  # llm.c's are dates; unlikely in a file of ids alone
-        raise UsageError(
-            f"{path} has the header {magic}, version {version}; of llm.c's files those with "
-            f"{' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
-        )
-    elif dtype is None:
-        dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-        _check_width(path, start, dtype)
+    stated = _LLM_C.get((magic, version))
+    offset = _HEADER if stated else 0
+    kind = stated or dtype or ("uint16" if vocab_size <= 2**16 else "uint32")
     # Ids of another type, or a copy that was cut off, rarely fill the file exactly.
-    length, remainder = divmod(size - offset, np.dtype(_DTYPES[dtype]).itemsize)
-    if remainder or length < 0 or (offset and length != promised):
-        promise = f", where its header says {promised} tokens" if offset else ""
-        raise UsageError(
-            f"{path} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it again"
-        )
-    return TokenFile(str(path.resolve()), _DTYPES[dtype], offset, length)
-
-
-def _check_width(path: Path, start: bytes, dtype: str) -> None:
-    """Raise UsageError if the numbers at the start of a file are wider than a guess."""
-    numbers = np.frombuffer(start[: len(start) // 8 * 8], _DTYPES[dtype]).reshape(-1, 2)
+    length, remainder = divmod(size - offset, np.dtype(_DTYPES[kind]).itemsize)
+    if remainder or length < 0 or (stated and length != promised):
+        raise UsageError(f"{path} is damaged, or does not hold {kind}: it has {size} bytes")
     # The upper half of a small number is 0, and stands behind the lower one.
-    if len(numbers) >= 8 and numbers[:, 0].any() and not numbers[:, 1].any():
+    numbers = np.frombuffer(start[: len(start) // 8 * 8], _DTYPES[kind])
+    if not (stated or dtype) and len(numbers) >= 16 and numbers.any() and not numbers[1::2].any():
         raise UsageError(
-            f"{path}: every second number is 0 if its tokens are read as {dtype}, so they seem to "
-            f"be wider: write them as {dtype}, or say what they are (data.token_dtype in a recipe, "
-            "--token-dtype of analyze)"
+            f"{path}: every second number is 0 if its tokens are read as {kind}, so they seem to "
+            "be wider: say what they are with data.token_dtype, or with --token-dtype of analyze"
         )
+    return TokenFile(str(path.resolve()), _DTYPES[kind], offset, length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,8 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     is_here = Path(name).exists()
     if not is_here:
         reach_hub()
+    tokenizer: PreTrainedTokenizerBase
     try:
-        tokenizer: PreTrainedTokenizerBase
         if Path(name).is_file():
             cls: Any = PreTrainedTokenizerFast  # which has no types
             tokenizer = cls(tokenizer_file=str(name))
@@ -45,33 +44,15 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
                 local_files_only=is_here,
                 trust_remote_code=False,
             )
-        # Some mistakes in its file show only here, such as that nothing stands for what it does not
-        # know: a hieroglyph is in no vocabulary.
+        # That nothing stands for what it does not know shows only here: a hieroglyph.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
-    except BaseException as error:  # transformers and tokenizers raise many types
-        # A panic of tokenizers, which is in Rust, is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        # Without their files, transformers makes some tokenizers of special tokens and a space.
+        if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # transformers and tokenizers raise many types
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
-        text = f"{name} has no tokenizer that can be read ({reason}){_remedy(Path(name))}"
-        raise UsageError(text) from None
-    # If files are missing, transformers creates some tokenizers with special tokens alone, or with
-    # one more, which stands for a space.
-    if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
-        raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
+        raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
     return tokenizer
-
-
-def _remedy(folder: Path) -> str:
-    """What to do about a folder whose tokenizer cannot be read, if that is known."""
-    if folder.is_file():
-        return ""
-    # transformers asks for the code of the model's author first.
-    if (folder / "tokenizer.json").exists():
-        return f": --tokenizer {folder / 'tokenizer.json'} needs nothing else of the model"
-    if [*folder.glob("*.model")] and importlib.util.find_spec("sentencepiece") is None:
-        return ": SentencePiece models need a package: pip install sentencepiece"
-    return ""
 
 
 def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:

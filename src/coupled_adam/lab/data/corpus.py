@@ -4,29 +4,28 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import platformdirs
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import unigram_counts
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, refused
+from coupled_adam.fields import require
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data.source import Documents, TokenFiles, content_hash, open_source
+from coupled_adam.lab.data.source import Source, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
     corpus_tokenizer,
     end_of_text_id,
     save_tokenizer,
-    tokenizer_digest,
     train_tokenizer,
     write_tokens,
 )
@@ -35,28 +34,28 @@ from coupled_adam.lab.sections import Data
 from coupled_adam.runs import COUNTS
 from coupled_adam.text.token_files import TokenFile, Tokens
 
-BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
-"""The settings of a recipe's data that count by what is found there, not by their values."""
-_SAYS_AFTER = 5.0  # seconds of waiting
+# The settings of a recipe's data that count by what is found there, not by their values.
+_BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
 _LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: its folder, and the content of the ``corpus.json`` in it.
+    """A prepared corpus: its folder, and what is in it.
 
-    facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
-        (an id or None); and for each split ``tokens``, ``documents`` (None for token files) and
-        ``files``.
+    facts: ``source``, ``fingerprint``, ``tokenizer``, ``dtype`` and ``end_of_text`` (an id or
+        None); and for each split the numbers of ``tokens`` and of ``documents``, which is None for
+        token files.
+    files: the token files of each split.
     """
 
     folder: Path
     facts: dict[str, Any]
+    files: Mapping[str, list[TokenFile]]
 
     def tokens(self, split: str) -> Tokens:
         """The token ids of ``"train"``, ``"valid"`` or ``"test"``."""
-        files = [TokenFile(**file) for file in self.facts["files"][split]]
-        return Tokens(files, self.folder)
+        return Tokens(self.files[split], self.folder)
 
     def unigram_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training split, [V]."""
@@ -95,98 +94,81 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
             the cache cannot be written.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
-    tokenizer = None if data.tokenizer is None else corpus_tokenizer(data.tokenizer, vocab_size)
+    tokenizer, digest = None, None
+    if data.tokenizer is not None:
+        tokenizer = corpus_tokenizer(data.tokenizer, vocab_size)
+        with tempfile.TemporaryDirectory() as temporary:
+            digest = save_tokenizer(tokenizer, Path(temporary))
     source = open_source(data, vocab_size)
     # Where text and tokenizer are makes no difference: the same content is the same corpus.
     made_from = {
         "layout": _LAYOUT,
         "source": source.fingerprint,
-        "tokenizer": None if tokenizer is None else tokenizer_digest(tokenizer),
+        "tokenizer": digest,
         "vocab_size": vocab_size,
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _BY_CONTENT},
     }
     folder = cache / content_hash(made_from)[:32]
-    path = folder / "corpus.json"
-    process = f"another process that is preparing the corpus {folder}"
     try:
         # First without the lock, since a cache that holds the corpus may be read-only.
-        if not path.exists():
+        if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            with waiting_for(cache / f"{folder.name}.lock", process):
-                # Another process may have created it in the meantime; one that was killed has
-                # left what nobody else writes to.
+            with FileLock(cache / f"{folder.name}.lock"):
+                # One that was killed has left what nobody else writes to.
                 for leftover in cache.glob(f".{folder.name}-*"):
                     shutil.rmtree(leftover)
-                if not path.exists():
+                if not folder.exists():
                     _make(source, tokenizer, data, vocab_size, folder)
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-            "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+            "make room, or choose another folder with COUPLED_ADAM_CACHE"
         ) from None
-    except ValueError as error:
-        raise UsageError(f"{folder} is damaged ({error}): remove it") from None
-    # The same content may have been found elsewhere when the corpus was made.
-    if isinstance(source, TokenFiles):
-        facts["files"] = _described(source.files)
-    corpus = Corpus(folder, {**facts, "source": source.name})
-    _check_length(corpus, recipe)
-    return corpus
-
-
-@contextmanager
-def waiting_for(path: Path, event: str) -> Iterator[None]:
-    """Hold the lock of a file, and wait until the process that holds it has released it.
-
-    Args:
-        event: what is said on standard error to be waited for, after some seconds.
-    """
-    lock = FileLock(path)
-    with suppress(Timeout):
-        lock.acquire(timeout=_SAYS_AFTER)
-    if not lock.is_locked:
-        print(f"waiting for {event}", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _described(files: Mapping[str, list[TokenFile]]) -> dict[str, list[dict[str, Any]]]:
-    """The token files of each split, as JSON can hold them."""
-    return {split: [dataclasses.asdict(f) for f in parts] for split, parts in files.items()}
+    facts["source"] = source.name
+    # A block is a sequence and the token that follows its last one.
+    length, batch = recipe.training.sequence_length, recipe.training.batch_size
+    for split, needed in (
+        ("train", batch * length + 1),
+        ("valid", length + 1),
+        ("test", length + 1),
+    ):
+        require(
+            facts["tokens"][split] >= needed,
+            f"{source.name} is too short: its {split} split has {facts['tokens'][split]} tokens, "
+            f"and the recipe needs {needed}. Give more text, in more documents (data.separator is "
+            "what separates those of a text file), raise data.held_out, or lower "
+            "training.batch_size or training.sequence_length",
+        )
+    # Token files stay where they are, which may be elsewhere than when the corpus was made.
+    files = {s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS}
+    return Corpus(folder, facts, source.files or files)
 
 
 def _make(
-    source: Documents | TokenFiles,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase | None,
     data: Data,
     vocab_size: int,
     folder: Path,
 ) -> None:
     with new_folder(folder) as temporary:
-        documents: dict[str, int] | dict[str, None]
+        files, documents = source.files, dict[str, int | None].fromkeys(SPLITS)
         # Documents become files of ids in this folder; token files are read where they are.
-        if isinstance(source, Documents):
+        if files is None:
             tokenizer = tokenizer or train_tokenizer(source, data, vocab_size)
             files, documents = write_tokens(source, data, tokenizer, vocab_size, temporary)
-        else:
-            files, documents = source.files, dict.fromkeys(SPLITS)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / "tokenizer")
         np.save(temporary / COUNTS, _count(files, temporary, vocab_size))
         trained = None if tokenizer is None else f"BPE of {len(tokenizer)} tokens"
         facts = {
-            "vocab_size": vocab_size,
             "fingerprint": source.fingerprint,
             "documents": documents,
             "tokenizer": data.tokenizer or trained,
             "end_of_text": None if tokenizer is None else end_of_text_id(tokenizer),
             "dtype": files["train"][0].dtype,
             "tokens": {s: sum(file.length for file in parts) for s, parts in files.items()},
-            "files": _described(files),
         }
         (temporary / "corpus.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
@@ -194,43 +176,19 @@ def _make(
 def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
     """Count the tokens of the training split, [V], and check the ids of all splits."""
     counts = np.zeros(vocab_size, np.int64)
-    for split, parts in files.items():
-        for file in parts:
-            ids = Tokens([file], folder)
-            starts = range(0, len(ids), 2**24)  # 128 MB as int64
-            for start in tqdm(starts, f"counting tokens, {split}", disable=None, leave=False):
-                try:
-                    piece_counts = unigram_counts(ids[start : start + 2**24], vocab_size)
-                except ValueError as error:
-                    raise UsageError(
-                        f"{file.path} ({file.dtype}): {error} Set model.vocab_size={vocab_size} "
-                        "higher, or data.token_dtype"
-                    ) from None
-                if split == "train":
-                    counts += piece_counts
+    pieces = [
+        (split, file, start)
+        for split, parts in files.items()
+        for file in parts
+        for start in range(0, file.length, 2**24)  # 128 MB as int64
+    ]
+    for split, file, start in tqdm(pieces, "counting tokens", disable=None, leave=False):
+        ids = file.read(folder, start, start + 2**24)
+        with refused(
+            f"model.vocab_size={vocab_size} or data.token_dtype does not fit {file.path} "
+            f"({file.dtype}): "
+        ):
+            piece_counts = unigram_counts(ids, vocab_size)
+        if split == "train":
+            counts += piece_counts
     return counts
-
-
-def _check_length(corpus: Corpus, recipe: Recipe) -> None:
-    """Raise UsageError if a split is too short for a batch, or for a block."""
-    # A block is a sequence and the token that follows its last one.
-    length, batch = recipe.training.sequence_length, recipe.training.batch_size
-    needed = {"train": batch * length + 1, "valid": length + 1, "test": length + 1}
-    tokens, documents = corpus.facts["tokens"], corpus.facts["documents"]
-    split = next((split for split in SPLITS if tokens[split] < needed[split]), None)
-    if split is None:
-        return
-    problem, where, fix = "is too short", "", "Give more text"
-    # Long enough, but as documents are not cut, they cannot be shared out.
-    if documents["train"] is not None and sum(tokens.values()) >= sum(needed.values()):
-        problem = "has too few documents"
-        where = f" in {documents[split]} of its {sum(documents.values())} documents"
-        fix = (
-            "Give more documents (data.separator is what separates those of a text file), or "
-            "raise data.held_out"
-        )
-    raise UsageError(
-        f"{corpus.facts['source']} {problem}: its {split} split has {tokens[split]} tokens{where}, "
-        f"and the recipe needs {needed[split]}. {fix}, or lower training.batch_size or "
-        "training.sequence_length"
-    )

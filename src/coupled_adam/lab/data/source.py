@@ -10,9 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import (
@@ -28,36 +25,24 @@ from coupled_adam.text.token_files import TokenFile, token_file
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents:
-    """The documents of a source. None of them is blank, and every pass yields the same documents.
+class Source:
+    """Documents, or token files, which are used where they are.
 
     name: the name of the source in messages.
-    fingerprint: a string that changes when the documents change.
-    readers: for each split, a function that iterates over its documents, and raises UsageError if
-        one cannot be read or there are none. A held-out split without a reader is taken from the
-        training documents.
+    fingerprint: a string that changes when the documents or tokens change.
+    readers: for each split, a function that iterates over its documents, the same ones each time,
+        of which none is blank, and raises UsageError if one cannot be read or there are none. A
+        held-out split without a reader is taken from the training documents.
+    files: the ranges of token ids in files, for each split; None for documents.
     """
 
     name: str
     fingerprint: str
-    readers: Mapping[str, Callable[[], Iterator[str]]]
+    readers: Mapping[str, Callable[[], Iterator[str]]] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[TokenFile]] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenFiles:
-    """Token files, which are used where they are.
-
-    name: the name of the source in messages.
-    fingerprint: a hash of the tokens of all splits, whatever the files are called.
-    files: the ranges of token ids in files, for each split.
-    """
-
-    name: str
-    fingerprint: str
-    files: dict[str, list[TokenFile]]
-
-
-def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
+def open_source(data: Data, vocab_size: int) -> Source:
     """Open ``data.tokens``, ``data.hub`` or ``data.text`` or, by default, Python's documentation.
 
     Raises:
@@ -66,7 +51,10 @@ def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
     if data.tokens is not None:
         with refused("data.tokens=", UsageError):
             files = find_token_files(data, vocab_size)
-        return TokenFiles(f"data.tokens={data.tokens}", _tokens_digest(files), files)
+            used = {Path(file.path): None for parts in files.values() for file in parts}
+            ranges = {split: [dataclasses.astuple(f)[1:] for f in files[split]] for split in files}
+            fingerprint = content_hash([content_digest(used), ranges])
+        return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
     readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:
         name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
@@ -87,43 +75,22 @@ def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
         # It is small, and slow to parse.
         passages = functools.cache(lambda: [*filter(str.strip, python_documentation())])
         readers = {"train": lambda: iter(passages())}
-    return Documents(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
+    return Source(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
 
 
 def content_digest(files: Iterable[Path]) -> str:
     """Compute a hash of the names and contents of files, which depends on their order."""
     contents = hashlib.sha256()
     for path in files:
+        digest = hashlib.sha256()
         try:
-            digest = bytes.fromhex(file_digest(path))
+            with path.open("rb", buffering=0) as file:
+                while piece := file.read(2**22):
+                    digest.update(piece)
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
-        contents.update(path.name.encode(errors="replace") + b"\0" + digest)
+        contents.update(path.name.encode(errors="replace") + b"\0" + digest.digest())
     return contents.hexdigest()
-
-
-def file_digest(
-    path: Path,
-    start: int = 0,
-    length: int | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> str:
-    """The SHA-256 digest of a file's content, as hexadecimal digits.
-
-    Args:
-        start: the offset of the first byte.
-        length: the number of bytes; None goes on to the end of the file.
-        progress: called with the number of bytes of each piece that has been read.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while piece := file.read(2**22 if length is None else min(2**22, length)):
-            digest.update(piece)
-            length = None if length is None else length - len(piece)
-            if progress is not None:
-                progress(len(piece))
-    return digest.hexdigest()
 
 
 def content_hash(content: Any) -> str:
@@ -166,26 +133,6 @@ def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFi
         cuts.append(file.cut(at))
         at -= cuts[-1][0].length
     return [first for first, _ in cuts], [last for _, last in cuts]
-
-
-def _tokens_digest(files: dict[str, list[TokenFile]]) -> str:
-    # Of ranges, since a file may hold a header, or tokens of two splits.
-    size = sum(_size(file) for parts in files.values() for file in parts)
-    with tqdm(
-        desc="reading the token files", unit="B", unit_scale=True, total=size, delay=3, disable=None
-    ) as bar:
-        ranges = {
-            split: [
-                (f.dtype, f.length, file_digest(Path(f.path), f.offset, _size(f), bar.update))
-                for f in parts
-            ]
-            for split, parts in files.items()
-        }
-    return content_hash(ranges)
-
-
-def _size(file: TokenFile) -> int:
-    return file.length * np.dtype(file.dtype).itemsize
 
 
 def _text_documents(data: Data) -> Iterator[str]:
@@ -243,8 +190,8 @@ def _hub_errors(data: Data) -> Iterator[None]:
         raise UsageError(f"data.hub={data.hub}: {error}") from None
     except Exception as error:
         is_here = Path(str(data.hub)).exists()
-        reason = f"{type(error).__name__}: {one_line(error, 300)}" if is_here else hub_error(error)
+        reason = one_line(error, 300) if is_here else hub_error(error)
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({reason}): "
-            "check its name, config, revision and splits, and that the hub can be reached"
+            f"data.hub={data.hub} cannot be read ({reason}): check its name, config, revision and "
+            "splits, and that the hub can be reached"
         ) from None

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.data.source import Documents, content_digest
+from coupled_adam.errors import UsageError, refused
+from coupled_adam.fields import require
+from coupled_adam.lab.data.source import Source, content_digest
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import batched
 from coupled_adam.text.token_files import TokenFile
@@ -32,28 +32,24 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
         UsageError: there is no such tokenizer, it has too many tokens, or it has no end-of-text
             token.
     """
-    try:
+    with refused("data.tokenizer=", UsageError):
         tokenizer = load_tokenizer(name)
-    except UsageError as error:
-        raise UsageError(
-            f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
-        ) from None
-    # Ids may have gaps, so that the largest counts and not only the number of tokens.
-    size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
-    if size > vocab_size:
-        raise UsageError(
-            f"data.tokenizer={name} has {size} tokens: set model.vocab_size={vocab_size} to as "
-            "many or, better, to the next multiple of 64"
+        # Ids may have gaps, so that the largest counts and not only the number of tokens.
+        size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+        require(
+            size <= vocab_size,
+            f"{name} has {size} tokens: set model.vocab_size={vocab_size} to as many or, better, "
+            "to the next multiple of 64",
         )
-    if end_of_text_id(tokenizer) is None:
-        raise UsageError(
-            f"data.tokenizer={name} has neither eos_token nor bos_token, which is needed between "
-            "documents: set one in its tokenizer_config.json"
+        require(
+            end_of_text_id(tokenizer) is not None,
+            f"{name} has neither eos_token nor bos_token, which is needed between documents: set "
+            "one in its tokenizer_config.json",
         )
     return tokenizer
 
 
-def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+def train_tokenizer(documents: Source, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE on the training documents only."""
 
     def texts() -> Iterator[str]:
@@ -65,7 +61,6 @@ def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTra
                 left -= len(text)
                 if left <= 0:
                     break
-        bar.set_description("learning the BPE's merges")
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,7 +71,7 @@ def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTra
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bar = tqdm(texts(), desc="text for the BPE", unit=" documents", disable=None)
+    bar = tqdm(texts(), "text for the BPE", unit=" documents", disable=None)
     tokenizer.train_from_iterator(bar, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT
@@ -91,7 +86,7 @@ def held_out_split(document: str, share: float) -> str:
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
-def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[str, str]]:
+def _assigned(documents: Source, reader: str, data: Data) -> Iterator[tuple[str, str]]:
     """Yield the pairs (split, document) of a reader's documents."""
     for document in documents.readers[reader]():
         split = held_out_split(document, data.held_out) if reader == "train" else reader
@@ -99,12 +94,12 @@ def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[s
 
 
 def write_tokens(
-    documents: Documents,
+    documents: Source,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     folder: Path,
-) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
+) -> tuple[dict[str, list[TokenFile]], dict[str, int | None]]:
     """Write the token ids of each split, with an end-of-text token before each document.
 
     Returns:
@@ -117,9 +112,7 @@ def write_tokens(
     tokens, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     with contextlib.ExitStack() as stack:
         files = {s: stack.enter_context((folder / f"{s}.bin").open("wb")) for s in SPLITS}
-        bar = stack.enter_context(
-            tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
-        )
+        bar = stack.enter_context(tqdm(desc="tokens", unit="", unit_scale=True, disable=None))
         for reader in documents.readers:
             assigned = _assigned(documents, reader, data)
             for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
@@ -133,7 +126,7 @@ def write_tokens(
                     bar.update(len(ids))
                 if tokens[reader] >= limits[reader]:
                     break
-    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
+    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, {**counts}
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
@@ -154,16 +147,13 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.bos_token_id if end_of_text is None else end_of_text
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer in Hugging Face format; raises OSError whatever the library raises."""
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Save a tokenizer in Hugging Face format, and return the digest of its files.
+
+    It raises OSError whatever the library raises.
+    """
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # tokenizers raises a bare Exception if the disk is full
         raise OSError(str(error)) from error
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The digest of the files that a tokenizer is saved as."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(tokenizer, Path(folder))
-        return content_digest(sorted(path for path in Path(folder).rglob("*") if path.is_file()))
+    return content_digest(sorted(path for path in folder.rglob("*") if path.is_file()))

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, did_you_mean, one_line
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.fields import require
 
 PAPER_TASKS = (
     "arc_easy",
@@ -50,41 +51,27 @@ class Downstream:
             raise UsageError(
                 f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
             ) from None
-        if folder is not None and not folder.is_dir():
-            raise UsageError(f"--lm-eval-path {folder} is not a folder")
+        require(folder is None or folder.is_dir(), f"--lm-eval-path {folder} is not a folder")
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
-        manager = TaskManager(include_path=path, include_defaults=folder is None)
-        if folder is not None and not set(names) <= set(manager.all_tasks):
-            manager = TaskManager(include_path=path)
-        for name in names:
-            if name not in manager.all_tasks:
-                hint = did_you_mean(name, manager.all_tasks, "see lm-eval ls tasks", most=3)
-                raise UsageError(f"--lm-eval {name}: no such task: {hint}")
+        self._manager = TaskManager(include_path=path, include_defaults=folder is None)
+        if folder is not None and not set(names) <= set(self._manager.all_tasks):
+            self._manager = TaskManager(include_path=path)
         self.names = list(dict.fromkeys(names))
         self.limit = limit
-        self._manager = manager
         # Loaded once before anything is evaluated, which may take hours, to see that it can be.
         try:
-            tasks = manager.load(self.names)["tasks"]
+            tasks = self._manager.load(self.names)["tasks"]
         except Exception as error:  # raised by several libraries and by the tasks' own code
             raise UsageError(
                 f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {one_line(error)}. "
-                "Can the tasks' data be reached?"
+                "Are these the tasks' names (lm-eval ls tasks), and can their data be reached?"
             ) from None
         for name, task in tasks.items():
-            if not set(task.aggregation()) & set(_ACCURACIES):
-                raise UsageError(
-                    f"--lm-eval {name} measures {', '.join(task.aggregation())}, and no accuracy"
-                )
-
-    @staticmethod
-    def check(tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UsageError for a tokenizer that the harness cannot use."""
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise UsageError(
-                f"--lm-eval needs a BOS or an EOS token before each text, and the tokenizer of "
-                f"{tokenizer.name_or_path} has neither: set one in its tokenizer_config.json"
+            measured = task.aggregation()
+            require(
+                {*measured} & {*_ACCURACIES},
+                f"--lm-eval {name} measures {', '.join(measured)}, and no accuracy",
             )
 
     def evaluate(
@@ -97,10 +84,18 @@ class Downstream:
             its ``stderr``, sqrt(sum se^2) / n as if the tasks were independent, or None if the
             harness reports none; ``tasks``, with ``accuracy``, ``stderr`` and ``metric`` of each;
             the ``versions`` of harness and tasks; and the ``limit``.
+
+        Raises:
+            UsageError: the harness cannot use the tokenizer.
         """
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
+        require(
+            (tokenizer.bos_token_id, tokenizer.eos_token_id) != (None, None),
+            f"--lm-eval needs a BOS or an EOS token before each text, and the tokenizer of "
+            f"{tokenizer.name_or_path} has neither: set one in its tokenizer_config.json",
+        )
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             results = lm_eval.simple_evaluate(
                 HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
@@ -127,11 +122,12 @@ class Downstream:
         """The scores of a task, of a group with a score, or of all tasks in a group or tag."""
         values = results["results"].get(name, {})
         for metric in _ACCURACIES:
-            for key, value in values.items():
-                if key.partition(",")[0] == metric:
+            for key in values:
+                if key.partition(",")[0] == metric:  # a filter's name follows
                     error = values.get(key.replace(metric, f"{metric}_stderr", 1))
                     error = float(error) if isinstance(error, float) else None
-                    return {name: {"accuracy": float(value), "stderr": error, "metric": metric}}
+                    score = {"accuracy": float(values[key]), "stderr": error, "metric": metric}
+                    return {name: score}
         # A group without a score of its own, or a tag, is the scores of its members.
         members = results["group_subtasks"].get(name) or self._manager.task_index[name].tags
         scores: dict[str, dict[str, Any]] = {}

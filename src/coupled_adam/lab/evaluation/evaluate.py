@@ -23,6 +23,7 @@ from coupled_adam.embeddings import (
 )
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.errors import UsageError, refused
+from coupled_adam.fields import require
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
@@ -35,8 +36,6 @@ from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
 _TOKENS = 8192  # tokens per forward pass, so that the logits [tokens, V] fit into memory
-_TEXT_BATCH = 8  # sequences in a batch of a text
-
 _NOT_ASKED_FOR = {"word_similarity": None, "lm_eval": None}
 
 Sets = Mapping[str, WordSimilaritySet]
@@ -75,34 +74,41 @@ def evaluate_run(
         OSError: the folder cannot be written.
     """
     recipe = loading.recipe_of_run(run, variant)
-    if not (run / MODEL).exists():
-        raise UsageError(
-            f"{run} has no model: its training has not finished; continue it with --resume"
-        )
+    require(
+        (run / MODEL).exists(),
+        f"{run} has no model: its training has not finished; continue it with --resume",
+    )
     path = run / EVALUATION
-    evaluation = _read(path)
+    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     batches = recipe.training.test_batches if batches is None else batches
-    has_loss = "test_loss" in evaluation and evaluation.get("test_batches") == batches
+    has_loss = "test_loss" in done and done.get("test_batches") == batches
     # A file from before a measure was added is completed.
-    has_measures = MEASURES.keys() <= (evaluation.get("embeddings") or {}).keys()
+    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
-        return evaluation
+        return done
+    done = {**_NOT_ASKED_FOR, **done}
     model, trained = loading.load_trained(run, recipe, device)
-    if not has_loss:
-        tokens = (corpus() if callable(corpus) else corpus).tokens("test")
-        sequences = None if batches is None else batches * recipe.training.batch_size
-        length, losses = recipe.training.sequence_length, trained.sequence_losses
-        loss = held_out_loss(model, tokens, length, sequences, losses)
-        _merge(path, {**loss, "test_batches": batches})
-    if not has_measures:
-        counts = np.load(run / COUNTS)
-        # Those of a new model: the one that was loaded does not know which biases were frozen.
-        number = parameters(recipe, trained.build_model)
-        _merge(path, {"parameters": number, **measures(model, counts)})
-    tokenizer = functools.partial(loading.load_model_tokenizer, run / MODEL)
-    for scores in _scores(model, tokenizer, sets, downstream):
-        _merge(path, scores)
-    return _read(path)
+
+    def parts() -> Iterator[dict[str, Any]]:
+        if not has_loss:
+            tokens = (corpus() if callable(corpus) else corpus).tokens("test")
+            sequences = None if batches is None else batches * recipe.training.batch_size
+            length, losses = recipe.training.sequence_length, trained.sequence_losses
+            loss = held_out_loss(model, tokens, length, sequences, losses)
+            yield {**loss, "test_batches": batches}
+        if not has_measures:
+            # Of a new model: the one that was loaded does not know which biases were frozen.
+            number = parameters(recipe, trained.build_model)
+            yield {"parameters": number, **measures(model, np.load(run / COUNTS))}
+        tokenizer = functools.partial(loading.load_model_tokenizer, run / MODEL)
+        yield from _scores(model, tokenizer, sets, downstream)
+
+    for part in parts():
+        done |= part
+        content = json.dumps(done, indent=2, allow_nan=False)
+        write_atomically(path, content)
+    result: dict[str, Any] = json.loads(content)  # as it is read the next time
+    return result
 
 
 def evaluate_model(
@@ -131,14 +137,14 @@ def evaluate_model(
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
     loading.check_model(source)
-    if batches is not None and text is None:
-        raise UsageError("--batches is for the test loss: name a text for it with --text")
+    require(
+        batches is None or text is not None,
+        "--batches is for the test loss: name a text for it with --text",
+    )
     tokenizer = functools.cache(lambda: loading.load_model_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
-    if downstream is not None:
-        downstream.check(tokenizer())
     model = loading.load_model(source, device, revision)
     loading.require_causal(model, source)
     result: dict[str, Any] = {
@@ -149,10 +155,8 @@ def evaluate_model(
     counts = None
     if text is not None:
         tokens = _tokens_of(text, tokenizer(), model)
-        try:
+        with refused(f"{source}: its tokenizer does not fit its model: "):
             counts = unigram_counts(tokens, len(output_embeddings(model)))
-        except ValueError as error:
-            raise UsageError(f"{source}: its tokenizer does not fit its model: {error}") from None
         result |= {**_text_loss(model, tokens, batches), "test_batches": batches}
     result |= measures(model, counts)
     for scores in _scores(model, tokenizer, sets, downstream):
@@ -169,13 +173,11 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     output = output_embeddings(model).detach()
     inputs: Any = model.get_input_embeddings().weight
     tied = inputs.data_ptr() == output.data_ptr()
-    try:
+    with refused(f"{model.name_or_path}: "):
         return {
             "embeddings": analyze(output, counts).to_dict(),
             "input_embeddings": None if tied else analyze(inputs.detach(), counts).to_dict(),
         }
-    except ValueError as error:
-        raise UsageError(f"{model.name_or_path}: {error}") from None
 
 
 def held_out_loss(
@@ -208,8 +210,7 @@ def held_out_loss(
             # Blocks are of one length, but the last batch may have fewer of them.
             total += losses(model, blocks.to(model.device)).mean().item() * size
             predicted += size
-    if not math.isfinite(total):
-        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
+    require(math.isfinite(total), f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
 
 
@@ -233,16 +234,16 @@ def _tokens_of(
     """The tokens of a text, which are enough for a block of the model."""
     with refused("--text ", UsageError):
         tokens = text_tokens(text, tokenizer)
-    length = loading.block_length(model)
-    if len(tokens) <= length:
-        raise UsageError(
-            f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
-        )
+    needed = loading.block_length(model) + 1
+    require(
+        len(tokens) >= needed,
+        f"--text {text} is too short: it has {len(tokens)} tokens, and a block {needed}",
+    )
     return tokens
 
 
 def _text_loss(model: PreTrainedModel, tokens: NDArray[Any], batches: int | None) -> dict[str, Any]:
-    sequences = None if batches is None else batches * _TEXT_BATCH
+    sequences = None if batches is None else batches * 8
     return held_out_loss(model, tokens, loading.block_length(model), sequences)
 
 
@@ -254,22 +255,9 @@ def _scores(
 ) -> Iterator[dict[str, Any]]:
     """Word similarity and accuracy, each if it is asked for; only they need the tokenizer."""
     if sets is not None:
-        try:
+        with refused(f"{model.name_or_path}: "):
             report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer()))
-        except ValueError as error:
-            raise UsageError(f"{model.name_or_path}: {error}") from None
         yield {"word_similarity": report.to_dict()}
     if downstream is not None:
         batch_size = max(1, _TOKENS // loading.block_length(model))
         yield {"lm_eval": downstream.evaluate(model, tokenizer(), batch_size)}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read an evaluation from a file; it is empty if the file does not exist."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content
-
-
-def _merge(path: Path, new: dict[str, Any]) -> None:
-    merged = {**_NOT_ASKED_FOR, **_read(path), **new}
-    write_atomically(path, json.dumps(merged, indent=2, allow_nan=False))

@@ -1,6 +1,5 @@
 """Load models and tokenizers from folders or the hub, as an evaluation needs them."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.fields import require
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.variant import Variant, load_variant
@@ -25,11 +25,12 @@ def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
     run = read_run(folder) if (folder / CONFIG).exists() else None
     if run is None:
         raise UsageError(f"{folder} is not a run: it has no {CONFIG} with a recipe")
-    if run.recipe.variant not in (None, variant):
-        raise UsageError(
-            f"{folder} was trained with the code of {run.recipe.variant}, which only coupled-adam "
-            f"evaluate {folder} --variant {run.recipe.variant} executes: add this if you trust it"
-        )
+    needed = run.recipe.variant
+    require(
+        needed in (None, variant),
+        f"{folder} was trained with the code of {needed}, which only coupled-adam evaluate "
+        f"{folder} --variant {needed} executes: add this if you trust it",
+    )
     return run.recipe
 
 
@@ -38,12 +39,10 @@ def check_model(source: Path | str) -> None:
     folder = Path(source)
     if (folder / "config.json").exists() or (not folder.exists() and is_hub_id(str(source))):
         return
-    runs = inner_runs(folder)
-    if runs:
-        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
-    raise UsageError(
-        f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-    )
+    problem = "is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+    for run in inner_runs(folder)[:1]:
+        problem = f"is a comparison: name one of its runs, such as {run}"
+    raise UsageError(f"{folder} {problem}")
 
 
 def load_model(
@@ -59,14 +58,12 @@ def load_model(
         cls: its class, where its configuration does not tell.
 
     Raises:
-        UsageError: there is no such model, its weights are damaged, or they are not those that its
-            configuration asks for.
+        UsageError: there is no such model, or its weights are damaged or not all there.
     """
     check_model(source)
     is_here = Path(source).exists()
     if not is_here:
         reach_hub()
-    model: PreTrainedModel
     try:
         model, report = cls.from_pretrained(
             source,
@@ -78,33 +75,19 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # raised by several libraries
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        if not is_here:
-            reason = f"there is no such folder here, and {hub_error(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{source}: {reason}") from None
-    if report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise UsageError(f"{source}: weights are missing and would be random: {missing}")
-    # Layers that the configuration does not count would be left out of the model without a word.
-    patterns = {_pattern(name) for name in model.state_dict()}
-    extra = [name for name in sorted(report["unexpected_keys"]) if _pattern(name) in patterns]
-    if extra:
-        raise UsageError(f"{source}: config.json asks for fewer layers than there are: {extra[0]}")
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
-
-
-def _pattern(name: str) -> str:
-    """The name of a weight, the same in all layers."""
-    return re.sub(r"\d+", "N", name)
+    missing = ", ".join(sorted(report["missing_keys"])[:3])
+    require(not missing, f"{source}: weights are missing and would be random: {missing}")
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
 
 
 def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedModel, Variant]:
     """The model of a finished run, and the variant of its recipe, whose code is executed."""
-    if recipe.variant is None:
-        return load_model(run / MODEL, device), Variant()
     variant = load_variant(recipe.variant)
+    if recipe.variant is None:
+        return load_model(run / MODEL, device), variant
     with torch.device("meta"):
         cls = type(variant.build_model(recipe))
     return load_model(run / MODEL, device, cls=cls), variant
@@ -113,11 +96,7 @@ def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedMode
 def load_model_tokenizer(
     source: Path | str, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, from its folder or the hub.
-
-    Raises:
-        UsageError: the model has no tokenizer.
-    """
+    """Load the tokenizer of a model, from its folder or the hub; UsageError if it has none."""
     try:
         return load_tokenizer(source, revision)
     except UsageError as error:
@@ -131,11 +110,11 @@ def require_causal(model: PreTrainedModel, source: Path | str) -> None:
     ids = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device=model.device)
     first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
     # With values that are not finite, the model counts as causal; they are reported elsewhere.
-    if (first - second).abs().max() > 1e-4 * first.abs().max():
-        raise UsageError(
-            f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
-            "language model is needed"
-        )
+    require(
+        not (first - second).abs().max() > 1e-4 * first.abs().max(),
+        f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+        "language model is needed",
+    )
 
 
 def block_length(model: PreTrainedModel) -> int:

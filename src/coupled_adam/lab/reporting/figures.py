@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coupled_adam.lab.reporting import plots
-from coupled_adam.lab.reporting.frame import ACCURACY, TEST_LOSS, baseline_of, groups
+from coupled_adam.lab.reporting.frame import ACCURACY, TEST_LOSS, groups
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -43,67 +43,62 @@ def _overview(experiment: pd.DataFrame) -> tuple[Figure, str]:
     first = _first_seeds(experiment)
     main = first[first.arm.isin(["adamw", "coupled_adam", "lean"])]
     models = [run for run in (first[:2] if main.empty else main).run if run.has_model]
-    runs = [*experiment.run]
-    draws: list[Draw] = [
+    draws = [
         (
-            partial(plots.plot_loss, runs=runs, colors=colors),
+            partial(plots.plot_loss, runs=[*experiment.run], colors=colors),
             "Loss against tokens: held-out, and faint behind it on the training text.",
         ),
         (
-            partial(plots.plot_drift, runs=runs, colors=colors),
+            partial(plots.plot_drift, runs=[*experiment.run], colors=colors),
             "Drift of the mean embedding: its norm relative to the mean norm, over training.",
         ),
-        (
-            partial(plots.plot_projection, runs=models, colors=colors),
-            "The embeddings seen from the side: along their mean, and along their largest "
-            "spread across it. X: the mean; +: the origin.",
-        ),
-        (
-            partial(plots.plot_frequency, runs=models, colors=colors),
-            "Norms of the embeddings against how often their tokens occur in the training text.",
-        ),
     ]
-    # Without models, only what the logs hold.
-    drawn = draws[: 4 if models else 2]
+    if models:  # otherwise only what the logs hold
+        draws += [
+            (
+                partial(plots.plot_projection, runs=models, colors=colors),
+                "The embeddings seen from the side: along their mean, and along their largest "
+                "spread across it. X: the mean; +: the origin.",
+            ),
+            (
+                partial(plots.plot_frequency, runs=models, colors=colors),
+                "Norms of the embeddings against how often their tokens occur in the training "
+                "text.",
+            ),
+        ]
     figure = Figure(figsize=(11, 8.5), layout="constrained")
-    for (draw, _), ax in zip(drawn, figure.subplots(len(drawn) // 2, 2).flat, strict=True):
+    for (draw, _), ax in zip(draws, figure.subplots(len(draws) // 2, 2).flat, strict=True):
         draw(ax)
-    return figure, " ".join(caption for _, caption in drawn)
+    return figure, " ".join(caption for _, caption in draws)
 
 
 def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
-    runs, colors = [*experiment.run], plots.arm_colors(experiment.arm)
-    spectra = [run for run in _first_seeds(experiment).run if run.spectrum]
-    baseline = baseline_of(groups(experiment, "setup"))
-    with_moments = [] if baseline is None else [r for r in baseline.run if r.second_moments()]
+    colors = plots.arm_colors(experiment.arm)
     pictures: dict[str, Draw] = {
         "mean_norm_absolute": (
-            partial(plots.plot_drift, runs=runs, colors=colors, metric="mean_norm"),
+            partial(plots.plot_drift, runs=[*experiment.run], colors=colors, metric="mean_norm"),
             "Norm of the mean embedding over training.",
-        ),
+        )
     }
-    if spectra:
+    measured = [run.evaluation.get("embeddings") or {} for run in _first_seeds(experiment).run]
+    if all("singular_values" in measures for measures in measured):
         pictures["spectrum"] = (
-            partial(plots.plot_spectra, runs=spectra, colors=colors),
+            partial(plots.plot_spectra, runs=[*_first_seeds(experiment).run], colors=colors),
             "Singular values of the output embeddings, relative to the largest.",
         )
     # Of one run, since the points of several would hide each other.
+    with_moments = [run for run in experiment.run[experiment.is_baseline] if run.second_moments()]
     if with_moments:
         pictures["second_moment"] = (
             partial(plots.plot_second_moment, run=with_moments[0]),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
             "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
         )
+    scaled, sgd = "Scaled Coupled Adam (Sec. 6.1)", "SGD for the embeddings (Table 7)"
     for file, optimizer, option, xlabel, title in (
-        (
-            "scale",
-            "coupled_adam",
-            "second_moment_scale",
-            "n (ν is scaled by 2⁻ⁿ)",
-            "Scaled Coupled Adam (Sec. 6.1)",
-        ),
-        ("sgd", "sgd", "lr_factor", "factor f", "SGD for the embeddings (Table 7)"),
+        ("scale", "coupled_adam", "second_moment_scale", "n (ν is scaled by 2⁻ⁿ)", scaled),
+        ("sgd", "sgd", "lr_factor", "factor f", sgd),
     ):
         swept = _swept(experiment, optimizer, option)
         if swept.x.nunique() > 1:
@@ -118,20 +113,30 @@ def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
     return pictures
 
 
+def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFrame:
+    """The runs of an optimizer with no other option, by the option's value in a column ``x``.
+
+    Unscaled Coupled Adam has scale 1; of a scale, ``x`` is the binary logarithm, negated.
+    """
+    runs = experiment[experiment.optimizer == optimizer]
+    alone = runs.run.map(lambda run: run.options.keys() <= {"optimizer", option})
+    runs = runs[alone.astype(bool)]
+    values = np.array([float(run.options.get(option, 1.0)) for run in runs.run])
+    x = -np.log2(values) if option == "second_moment_scale" else values
+    return runs.assign(x=x).sort_values("x")
+
+
 def _across(frame: pd.DataFrame) -> dict[str, Draw]:
     """The pictures that compare experiments, by file name."""
     pictures: dict[str, Draw] = {}
     # The two arms that all experiments have; more lines could not be told apart.
     pairs = frame[frame.arm.isin(["adamw", "coupled_adam"])]
-    if pairs.tokens.nunique() > 1:
-        pictures["loss_against_tokens"] = (
-            partial(plots.plot_against_tokens, frame=pairs, measure=TEST_LOSS),
-            "Test loss against the tokens trained on, for each number of parameters (App. G).",
-        )
-        if pairs.accuracy.notna().any():
-            pictures["accuracy_against_tokens"] = (
-                partial(plots.plot_against_tokens, frame=pairs, measure=ACCURACY),
-                "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
+    for name, measure in (("loss", TEST_LOSS), ("accuracy", ACCURACY)):
+        if pairs.tokens.nunique() > 1 and pairs[measure.key].notna().any():
+            pictures[f"{name}_against_tokens"] = (
+                partial(plots.plot_against_tokens, frame=pairs, measure=measure),
+                f"The {measure.label} against the tokens trained on, for each number of "
+                "parameters (App. G).",
             )
     baselines = frame[frame.is_baseline]
     with_moments = baselines[[len(run.second_moments()) > 1 for run in baselines.run]]
@@ -147,20 +152,3 @@ def _across(frame: pd.DataFrame) -> dict[str, Draw]:
             "(as Fig. 6).",
         )
     return pictures
-
-
-def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFrame:
-    """The runs that differ in one option of an optimizer alone, by its value in a column ``x``.
-
-    Unscaled Coupled Adam has scale 1; of a scale, ``x`` is the binary logarithm, negated. Runs
-    that also differ in another option are separate sweeps, of which the one with the most values
-    is returned.
-    """
-    runs = experiment[experiment.optimizer == optimizer]
-    values = [float(run.options.get(option, 1.0)) for run in runs.run]
-    runs = runs.assign(
-        x=-np.log2(values) if option == "second_moment_scale" else np.array(values),
-        others=[repr(sorted({**run.options, option: 1.0}.items())) for run in runs.run],
-    )
-    sweeps = groups(runs, "others")
-    return max(sweeps, key=lambda sweep: sweep.x.nunique(), default=runs).sort_values("x")

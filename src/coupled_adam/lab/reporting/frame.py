@@ -16,27 +16,13 @@ from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.runs import CONFIG
 
+_LOSS, _ACCURACY = "test loss in nats per token", "mean accuracy of the downstream tasks"
 TEST_LOSS = Measure(
-    "test_loss",
-    "test loss",
-    "L",
-    3,
-    "lower",
-    None,
-    "test loss in nats per token",
-    column=True,
-    path=("test_loss",),
+    "test_loss", "test loss", "L", 3, "lower", None, _LOSS, column=True, path=("test_loss",)
 )
+_PATH = ("lm_eval", "accuracy")
 ACCURACY = Measure(
-    "accuracy",
-    "accuracy",
-    "Acc",
-    3,
-    "higher",
-    None,
-    "mean accuracy of the downstream tasks",
-    column=True,
-    path=("lm_eval", "accuracy"),
+    "accuracy", "accuracy", "Acc", 3, "higher", None, _ACCURACY, column=True, path=_PATH
 )
 
 _OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]
@@ -51,8 +37,6 @@ COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
 }
 """What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
 false, which are on the page and in the CSV files only."""
-
-_LOGGED = ("valid_loss", "embedding_state_bytes")
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
@@ -70,10 +54,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
           the only arm with AdamW
         - ``seed``; ``tokens`` and ``parameters``, D and N
         - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
-        - ``other_tokens``: the number of tokens of the test loss if it is not that of most runs of
-          the experiment; then the loss is NaN, since it cannot be compared
-        - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
-          state of the token embeddings; NaN if not logged
+        - ``valid_loss``: the last validation loss; NaN if not logged
 
     Raises:
         UsageError: a file of a run is damaged, or an experiment has runs of different settings.
@@ -107,19 +88,15 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
-    numbers = [*COLUMNS, *_LOGGED, "test_tokens"]
+    numbers = [*COLUMNS, "valid_loss"]
     names = ["run", "experiment", "arm", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
     frame = frame.astype(dict.fromkeys(numbers, float))
-    frame["is_baseline"], frame["other_tokens"] = False, math.nan
+    frame["is_baseline"] = False
     for _, own in frame.groupby("experiment"):
         _check_comparable([*own.run])
         frame.loc[own.index, "is_baseline"] = own.setup == _baseline(own)
-        # Of two numbers that occur equally often, the larger: more tokens measure better.
-        usual = own.test_tokens.mode().max()
-        frame.loc[own.index, "other_tokens"] = own.test_tokens.where(own.test_tokens != usual)
-    frame.loc[frame.other_tokens.notna(), "test_loss"] = math.nan
     return frame
 
 
@@ -135,22 +112,25 @@ def _row(run: Run) -> dict[str, Any]:
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
         **{key: measure.of(run.evaluation) for key, measure in COLUMNS.items()},
-        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
-        "test_tokens": run.evaluation.get("test_tokens"),
+        "valid_loss": (run.curve("valid_loss")[1] or [math.nan])[-1],
     }
 
 
 def _check_comparable(runs: Sequence[Run]) -> None:
     """Raise UsageError for two runs of one recipe name that differ in more than arm and seed."""
+
+    def settings(run: Run) -> dict[str, Any]:
+        own = {"arms": None, "seeds": None, "test_tokens": run.evaluation.get("test_tokens")}
+        return {**run.recipe.to_dict(), **own}
+
     first, *others = runs
     for run in others:
-        for key, values in differences(first.recipe.to_dict(), run.recipe.to_dict()).items():
-            if key.partition(".")[0] not in ("arms", "seeds"):
-                raise UsageError(
-                    f"{first.folder} and {run.folder} are both of the recipe {run.recipe.name}, "
-                    f"but differ in {key} ({values[0]} and {values[1]}), and cannot be compared: "
-                    "make a report of each"
-                )
+        for key, values in differences(settings(first), settings(run)).items():
+            raise UsageError(
+                f"{first.folder} and {run.folder} are both of the recipe {run.recipe.name}, but "
+                f"differ in {key} ({values[0]} and {values[1]}), and cannot be compared: make a "
+                "report of each, or evaluate them again over the same tokens"
+            )
 
 
 def _baseline(experiment: pd.DataFrame) -> str | None:

@@ -82,7 +82,8 @@ def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> Non
 def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the singular values relative to the largest one."""
     for run in runs:
-        pictures.plot_spectrum(ax, np.array(run.spectrum), colors[run.arm], run.label)
+        singular_values = np.array(run.evaluation["embeddings"]["singular_values"])
+        pictures.plot_spectrum(ax, singular_values, colors[run.arm], run.label)
     legend(ax)
 
 

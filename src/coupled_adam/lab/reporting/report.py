@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -11,7 +10,7 @@ from rich.measure import Measurement
 from rich.text import Text
 from tqdm import tqdm
 
-from coupled_adam.errors import UsageError
+from coupled_adam.fields import require
 from coupled_adam.files import new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
@@ -29,7 +28,6 @@ from coupled_adam.lab.reporting.results import (
 from coupled_adam.rendering.tables import Table
 
 _FILES = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
-"""What every report has, besides pictures."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +71,20 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             compared, or ``out`` is not a report.
     """
     given, out = out, out.resolve()  # so that a symbolic link stays one
-    if out.exists() and not _is_report(out):
-        raise UsageError(
-            f"--out {given} holds something other than a report, which would be lost: move it "
-            "away, or choose a new folder"
-        )
+    # Beside a report's own files there may be somebody's, which would be lost.
+    there = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+    is_report = there >= _FILES and all(name.endswith(".png") for name in there - _FILES)
+    require(
+        not out.exists() or (out.is_dir() and (is_report or not there)),
+        f"--out {given} holds something other than a report, which would be lost: move it away, or "
+        "choose a new folder",
+    )
     frame, left_out = read_runs(folders)
-    if frame.empty:
-        places = ", ".join(map(str, folders))
-        raise UsageError(
-            f"{places}: there is no finished run in it; coupled-adam compare makes some"
-        )
+    places = ", ".join(map(str, folders))
+    require(
+        not frame.empty,
+        f"{places}: there is no finished run in it; coupled-adam compare makes some",
+    )
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
     notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
@@ -114,13 +115,3 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             path.write_bytes(picture.png)
     shown = results_table(rows, columns, notes, titled=True)
     return Report(given / "index.html", sentences, shown, pictures[0].png)
-
-
-def _is_report(folder: Path) -> bool:
-    """Whether a folder is empty, or holds the files of a report and no others."""
-    if not folder.is_dir():
-        return False
-    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    names = {path.relative_to(folder).as_posix() for path in paths}
-    pictures = {n for n in names if n == "overview.png" or fnmatch(n, "figures/*.png")}
-    return not names or names - pictures == _FILES

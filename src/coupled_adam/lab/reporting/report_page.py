@@ -40,15 +40,8 @@ def report_page(
         "table": table,
         "measures": small_print(COLUMNS.values()),
         "names": ", ".join(frame.experiment.unique()),
-        "experiments": [
-            # The runs of an experiment have the same settings, so that any of them can show them.
-            {
-                "name": run.recipe.name,
-                "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
-                "environment": _environment(run),
-            }
-            for run in (runs.run.iloc[0] for runs in experiments)
-        ],
+        # The runs of an experiment have the same settings, so that any of them can show them.
+        "experiments": [_experiment(runs.run.iloc[0]) for runs in experiments],
         "runs": len(frame),
         "left_out": {str(path): reason for path, reason in left_out.items()},
     }
@@ -63,49 +56,39 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
 
 
 def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
-    """The options of an arm, its time, and links to its runs."""
+    """The options of an arm, the mean time of its runs, and links to them."""
     first: Run = arm.run.iloc[0]
-    tokens = first.recipe.tokens
-    seconds = math.fsum(tokens / run.tokens_per_second for run in arm.run)
-    speed = len(arm) * tokens / seconds
+    speeds = arm.run.map(lambda run: run.tokens_per_second)
+    minutes = (first.recipe.tokens / 60 / speeds).mean()
     return {
         "experiment": first.recipe.name,
         "label": first.label,
         "options": ", ".join(f"{key}={value}" for key, value in first.options.items()),
-        "seconds": _duration(seconds / len(arm)),
-        "total": _duration(seconds),
-        "speed": "–" if math.isnan(speed) else f"{speed:,.0f}",
+        "time": "–" if math.isnan(minutes) else f"{minutes:,.1f} min",
         "runs": [(run.seed, _link(run.folder, out)) for run in arm.run],
     }
 
 
-def _duration(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "–"
-    total = round(seconds)
-    if total < 3600:
-        return f"{total // 60}:{total % 60:02} min"
-    return f"{total // 3600}:{total % 3600 // 60:02} h"
-
-
 def _link(folder: Path, out: Path) -> str:
     """The folder's address, relative to the page so that the two can be moved together."""
-    return urllib.parse.quote(os.path.relpath(folder.resolve(), out.resolve()), errors="replace")
+    return urllib.parse.quote(os.path.relpath(folder.resolve(), out), errors="replace")
 
 
-def _environment(run: Run) -> dict[str, Any]:
-    """Where and how a run was made; empty if its file is missing."""
+def _experiment(run: Run) -> dict[str, Any]:
+    """What an experiment is, and where and how one of its runs was made."""
     path = run.folder / ENVIRONMENT
-    if not path.exists():
-        return {}
-    recorded = json.loads(path.read_text(encoding="utf-8"))
-    gpus = ", ".join(recorded.get("gpus", [])) or "no GPU"
+    made = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    gpus = ", ".join(made.get("gpus", [])) or "no GPU"
     return {
-        "command": " ".join(recorded.get("command", [])),
-        "git commit": recorded.get("git_commit"),
-        "machine": f"{recorded.get('processor')}, {recorded.get('cores')} cores; {gpus}",
-        "python": recorded.get("python"),
-        "packages": ", ".join(f"{k} {v}" for k, v in recorded.get("packages", {}).items()),
-        "corpus": recorded.get("corpus", {}).get("source"),
-        "time": recorded.get("time"),
+        "name": run.recipe.name,
+        "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
+        "environment": {
+            "command": " ".join(made.get("command", [])),
+            "git commit": made.get("git_commit"),
+            "machine": f"{made.get('processor')}, {made.get('cores')} cores; {gpus}",
+            "python": made.get("python"),
+            "packages": ", ".join(f"{k} {v}" for k, v in made.get("packages", {}).items()),
+            "corpus": made.get("corpus", {}).get("source"),
+            "time": made.get("time"),
+        },
     }

@@ -33,9 +33,9 @@ class Metric:
 
     values: list[float]
     text: str
-    p: float | None = None
-    p_paired: float | None = None
-    bold: bool = False
+    p: float | None
+    p_paired: float | None
+    bold: bool
 
     @property
     def cell(self) -> Cell:
@@ -54,11 +54,6 @@ class ArmResult:
     def run(self) -> Any:
         """The row of one of the runs, for what they have in common."""
         return self.runs.iloc[0]
-
-    @property
-    def name(self) -> str:
-        """The experiment and the arm."""
-        return f"{self.run.experiment} {self.run.label}"
 
 
 def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
@@ -88,10 +83,7 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
 
 
 def _metric(
-    column: Measure,
-    arm: pd.DataFrame,
-    against: pd.DataFrame | None,
-    rivals: Sequence[pd.DataFrame],
+    column: Measure, arm: pd.DataFrame, against: pd.DataFrame | None, rivals: Sequence[pd.DataFrame]
 ) -> Metric:
     """A metric with its tests against one arm, bold if it is better than each of the rivals."""
     assert column.better is not None
@@ -122,40 +114,18 @@ def shown_columns(frame: pd.DataFrame, more: bool = False) -> list[Measure]:
     ]
 
 
-_BOLD = {
-    "adamw": "Bold: better than AdamW, or AdamW better than the only other optimizer",
-    "all": "Bold: better than each of the others",
-}
-
-
 def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
-    counts = {len(row.runs) for row in rows}
-    notes = []
-    if max(counts) > 1:
-        notes.append(
-            f"Mean (standard deviation in the last digit) over seeds. {_BOLD[bold]}, by a "
-            "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests "
-            "over pairs of runs with equal seeds."
-        )
-    if min(counts) == 1:
-        single = ", ".join(row.name for row in rows if len(row.runs) == 1)
-        notes.append(f"One seed, so neither deviation nor test: {single}.")
-    notes += [
-        f"{row.name}, seed {run.seed}: the test loss is over "
-        f"{run.other_tokens:,.0f} tokens, and those of the other runs over another number. It is "
-        "left out until the run is evaluated over the same tokens (coupled-adam evaluate)."
-        for row in rows
-        for run in row.runs[row.runs.other_tokens.notna()].itertuples()
+    than = "each of the others"
+    if bold == "adamw":
+        than = "AdamW, or AdamW better than the only other optimizer"
+    if max(len(row.runs) for row in rows) == 1:
+        return ["One seed, so neither deviation nor test."]
+    return [
+        f"Mean (standard deviation in the last digit) over seeds. Bold: better than {than}, by a "
+        "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests over "
+        "pairs of runs with equal seeds."
     ]
-    # Seeds that only one arm has are no pairs, which readers of the table cannot see.
-    for name in dict.fromkeys(row.run.experiment for row in rows):
-        arms = [row.runs for row in rows if row.run.experiment == name]
-        if len({tuple(arm.seed) for arm in arms}) > 1:
-            notes.append(f"{name}: the arms were run with different seeds.")
-        if baseline_of(arms) is None:
-            notes.append(f"{name}: no run with AdamW to compare with.")
-    return notes
 
 
 def results_table(
@@ -171,20 +141,18 @@ def results_table(
     If it is titled, the title names the experiments, and D and N where all rows have the same.
     """
     names = [*dict.fromkeys(row.run.experiment for row in rows)]
-    sizes = {(row.run.tokens, row.run.parameters) for row in rows}
+    sizes = {(short(row.run.tokens), short(row.run.parameters)) for row in rows}
     title = ", ".join(names) if titled else ""
-    # The columns before the metrics, and what a row has in them.
-    lead: dict[str, Callable[[Any], str]] = {"Optimizer": lambda run: run.label}
-    if len(names) > len(sizes):  # experiments of one size are told apart by their names
-        lead = {"recipe": lambda run: run.experiment, **lead}
+    # The columns before the metrics, and what a row has in them; the names are on the left.
+    lead: dict[str, Callable[[Any], str]] = {}
     if titled and len(sizes) == 1:
-        ((tokens, parameters),) = sizes
-        title += f": D = {short(tokens)} tokens, N = {short(parameters)} parameters"
-        left = range(len(lead))
+        title += ": D = {} tokens, N = {} parameters".format(*next(iter(sizes)))
     else:
-        size = {"D": lambda run: short(run.tokens), "N": lambda run: short(run.parameters)}
-        lead = size | lead
-        left = range(2, len(lead))
+        lead = {"D": lambda run: short(run.tokens), "N": lambda run: short(run.parameters)}
+    left = range(len(lead), len(lead) + 1 + (len(names) > len(sizes)))
+    if len(names) > len(sizes):  # experiments of one size are told apart by their names
+        lead["recipe"] = lambda run: run.experiment
+    lead["Optimizer"] = lambda run: run.label
     lines: list[list[str | Cell] | str] = []
     for row in rows:
         # An empty line sets experiments apart.
@@ -200,18 +168,18 @@ def results_table(
 
 def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
-    statistics = ("mean", "std", "n", "p", "p_paired")
-    header = ["experiment", "tokens", "parameters", "arm"]
-    header += [f"{column.key}_{name}" for column in columns for name in statistics]
-    lines = []
+    own = ["experiment", "tokens", "parameters", "arm"]
+    lines = [[*own]]
+    for column in columns:
+        lines[0] += [f"{column.key}_{name}" for name in ("mean", "std", "n", "p", "p_paired")]
     for row in rows:
-        line: list[Any] = [*row.run[["experiment", "tokens", "parameters", "arm"]]]
+        line: list[Any] = [*row.run[own]]
         for metric in (row.metrics[column.key] for column in columns):
             values = metric.values
             mean = float(np.mean(values)) if values else None
             line += [mean, sample_deviation(values), len(values), metric.p, metric.p_paired]
         lines.append(line)
-    return csv_text([header, *lines])
+    return csv_text(lines)
 
 
 def runs_csv(frame: pd.DataFrame) -> str:

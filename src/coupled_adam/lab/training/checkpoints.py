@@ -4,13 +4,11 @@
 until then it is called ``unfinished``, as is what a killed process has left.
 """
 
-import os
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +16,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
 from coupled_adam.lab.training.distributed import any_rank, on_rank_zero, rank
 from coupled_adam.runs import CHECKPOINTS, by_step, step_name
 
@@ -53,28 +51,24 @@ class Checkpoints(pl.Callback):
         """Replace Lightning's signal handler, which communicates."""
         signal.signal(signal.SIGTERM, self._stop)
 
-    def _stop(self, _: int, __: FrameType | None) -> None:
+    def _stop(self, *_: Any) -> None:
         self._asked_to_stop = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop after this step if asked to, unless it is followed by an evaluation anyway."""
         due = trainer.global_step % self.evaluate_every == 0
         if not due and trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
-            self._save(trainer)
-            raise self._preempted(trainer)
+            self.on_validation_end(trainer)
 
-    def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Save after the evaluation, so that a resumed run does not have to repeat it."""
         self._save(trainer)
         if trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
-            raise self._preempted(trainer)
+            raise PreemptedError(f"stopped by SIGTERM after step {trainer.global_step}")
 
     def any_asked_to_stop(self) -> bool:
         """Whether any process was asked to stop; all must stop at the same step, or would hang."""
         return any_rank(self._asked_to_stop)
-
-    def _preempted(self, trainer: pl.Trainer) -> PreemptedError:
-        return PreemptedError(f"stopped by SIGTERM after step {trainer.global_step}")
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / step_name(trainer.global_step)
@@ -95,7 +89,7 @@ class Checkpoints(pl.Callback):
         except BaseException as error:  # a full disk, or Ctrl-C
             if rank() == 0:
                 _remove(unfinished)
-            raise _explained(error, path) from None
+            raise _cause(error, path) from None
         on_rank_zero(finish)
 
 
@@ -118,24 +112,17 @@ class CheckpointIO(TorchCheckpointIO):
         return content
 
 
-def _explained(error: BaseException, path: Path) -> BaseException:
-    """What ended the writing of a checkpoint, on this rank or another one."""
-    if not isinstance(error, CheckpointException):
-        return _cause(error, path)
-    # It is no Exception, and torch raises it on every rank.
-    number, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-    cause = _cause(failure, path)
-    reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else cause
-    return on_all_ranks(
-        TrainingError(
-            f"process {number}: {one_line(reason)}: {path}; what was finished is kept, "
-            "continue with --resume"
-        )
-    )
-
-
 def _cause(error: BaseException, path: Path) -> BaseException:
-    """The full disk, or Ctrl-C, behind an error that torch raises when it closes its archive."""
+    """The full disk, or Ctrl-C, because of which a checkpoint could not be written."""
+    # A sharded one is written by all ranks; torch raises the errors of all on each of them.
+    if isinstance(error, CheckpointException):
+        number, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+        reason = getattr(_cause(failure, path), "strerror", None) or failure
+        return TrainingError(
+            f"process {number}: {one_line(reason)}: {path}; what was finished is kept, continue "
+            "with --resume"
+        )
+    # torch raises another error when it closes the archive that it could not write.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
         cause = cause.__context__

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,16 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
+from coupled_adam.errors import TrainingError, UsageError
 
 T = TypeVar("T")
 
 
 def launcher() -> ClusterEnvironment | None:
     """The launcher that started this process as one of several; None for a single process."""
+    environment: ClusterEnvironment
     if TorchElasticEnvironment.detect():
-        environment: ClusterEnvironment = TorchElasticEnvironment()
+        environment = TorchElasticEnvironment()
     elif SLURMEnvironment.detect():
         # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
         environment = SLURMEnvironment(auto_requeue=False)
@@ -38,15 +39,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def nodes() -> int:
-    """The number of machines, each of which runs the same number of processes."""
-    if world_size() == 1:
-        return 1
-    if TorchElasticEnvironment.detect():
-        return world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
-    return int(os.environ.get("SLURM_NNODES", "1"))
-
-
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
@@ -61,9 +53,7 @@ def process_group(device: str) -> Iterator[None]:
         yield
         return
     if ":" in device:
-        raise on_all_ranks(
-            UsageError(f"--device {device} is for one process: each of several has its own GPU")
-        )
+        raise UsageError(f"--device {device} is for one process: each of several has its own GPU")
     # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -99,52 +89,32 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def on_every_rank(function: Callable[[], T]) -> T:
-    """Call a function on every rank, and return this rank's own result.
+def on_every_rank(function: Callable[[], T]) -> list[T]:
+    """Call a function on every rank; each gets the results of all.
 
-    Raises:
-        UsageError: on every rank, if the function raises it on any.
+    An error on any rank ends all: with the same UsageError, or on the other ranks a TrainingError.
     """
+    if world_size() == 1:
+        return [function()]
     result: T | None = None
-    failure: str | None = None
+    own: BaseException | None = None
+    shared: Exception | None = None
     try:
         result = function()
     except UsageError as error:
-        failure = str(error)
-    failures = [failure] * world_size()
-    if len(failures) > 1:
-        dist.all_gather_object(failures, failure)
-    for number, message in enumerate(failures):
-        if message is not None:
-            raise on_all_ranks(UsageError(f"process {number}: {message}" if number else message))
-    return cast(T, result)
+        shared = UsageError(f"process {rank()}: {error}" if rank() else str(error))
+    except BaseException as error:  # the others must not wait for this one
+        own, shared = error, TrainingError(f"rank {rank()} failed: {error}")
+    outcomes: list[Any] = [None] * world_size()
+    dist.all_gather_object(outcomes, (result, shared))
+    if own is not None:
+        raise own
+    for _, failure in outcomes:
+        if failure is not None:
+            raise failure
+    return [result for result, _ in outcomes]
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call a function on rank 0 only; every rank gets its result.
-
-    Raises:
-        UsageError: on every rank, if the function raises it.
-        TrainingError: on the other ranks, if the function raises any other exception; they do not
-            wait for rank 0.
-    """
-    if world_size() == 1:
-        return function()
-    result: T | None = None
-    failure: Exception | None = None
-    # Rank 0 broadcasts an outcome in any case, or the others would wait until they time out.
-    try:
-        if rank() == 0:
-            result = function()
-    except UsageError as error:
-        failure = on_all_ranks(UsageError(str(error)))
-    except BaseException as error:
-        failure = on_all_ranks(TrainingError(f"rank 0 failed: {error}"))
-        raise
-    finally:
-        outcome = [(result, failure)]
-        dist.broadcast_object_list(outcome)
-    result, failure = outcome[0]
-    if failure is not None:
-        raise failure
-    return cast(T, result)
+    """Call a function on rank 0 only; every rank gets its result, or an error."""
+    return on_every_rank(function if rank() == 0 else lambda: None)[0]  # type: ignore[return-value]

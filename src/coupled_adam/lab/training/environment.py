@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences between two environments that may affect results, or a clock set back."""
-    old, new = ({**facts, **facts.get("packages", {})} for facts in (before, now))
-    names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
-    differences = [
-        f"{name} {old.get(name)} -> {new.get(name)}"
-        for name in names
-        if old.get(name) != new.get(name)
-    ]
-    if before.get("time", "") > now["time"]:  # ISO 8601 in UTC: the order of text is that of time
-        differences.append(f"the clock is set back, {before['time']} -> {now['time']}")
-    return differences
 
 
 def _git_commit() -> str | None:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from transformers import PreTrainedModel
 
 from coupled_adam import files
 from coupled_adam.errors import TrainingError, UsageError, one_line
+from coupled_adam.fields import require
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import world_size
-from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.lab.training.environment import environment
 from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -33,9 +33,12 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
         UsageError: if the folder holds another run, a run on another text, or other files and no
             run; or is in use by another process.
     """
-    folder, config = run.folder, run.config
-    path = folder / CONFIG
-    if folder.is_dir() and not path.exists():
+    folder, path = run.folder, run.folder / CONFIG
+    folder.mkdir(parents=True, exist_ok=True)
+    locks.enter_context(files.sole_writer(folder))
+    for leftover in folder.glob(f".{MODEL}-*"):
+        shutil.rmtree(leftover)
+    if not path.exists():
         for entry in sorted(folder.iterdir()):
             # config.yaml comes last: a killed process may have left what comes before.
             if entry.name not in (ENVIRONMENT, COUNTS) and not entry.name.startswith("."):
@@ -43,58 +46,31 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
                     f"{folder} holds {entry.name} but no run, whose config.yaml would be there: "
                     "restore that file, or choose another --out"
                 )
-    folder.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(files.sole_writer(folder))
-    for leftover in folder.glob(f".{MODEL}-*"):
-        shutil.rmtree(leftover)
-    if path.exists():
-        if yaml.safe_load(path.read_text(encoding="utf-8")) != config:
-            raise UsageError(
-                f"{folder} holds another run, see its config.yaml: choose another --out"
-            )
-        _check_text(folder, corpus)
+        facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
+        files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
+        save_array(folder / COUNTS, corpus.unigram_counts())
+        files.write_atomically(path, yaml.safe_dump(run.config, sort_keys=False))
         return
-    facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
-    files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
-    save_array(folder / COUNTS, corpus.unigram_counts())
-    files.write_atomically(path, yaml.safe_dump(config, sort_keys=False))
-
-
-def _check_text(folder: Path, corpus: Corpus) -> None:
-    """Raise UsageError unless the run was started with this text, and these tokens of it."""
-    started = _recorded(folder)["corpus"]
-    counts = np.load(folder / COUNTS)
+    require(
+        yaml.safe_load(path.read_text(encoding="utf-8")) == run.config,
+        f"{folder} holds another run, see its config.yaml: choose another --out",
+    )
     # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
-    now = corpus.facts["fingerprint"], corpus.facts["tokens"]
-    if (started["fingerprint"], started["tokens"]) != now or not np.array_equal(
-        counts, corpus.unigram_counts()
-    ):
-        raise UsageError(
-            f"{folder} was begun with another text than {corpus.facts['source']} contains now: "
-            "restore the old text to continue, or choose another --out"
-        )
+    started = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["corpus"]
+    same_text = all(started[key] == corpus.facts[key] for key in ("fingerprint", "tokens"))
+    require(
+        same_text and np.array_equal(np.load(folder / COUNTS), corpus.unigram_counts()),
+        f"{folder} was begun with another text than {corpus.facts['source']} contains now: "
+        "restore the old text to continue, or choose another --out",
+    )
 
 
 def record_resumption(folder: Path, step: int) -> None:
-    """Record in ``environment.json`` where the run resumes; warn if its environment has changed."""
-    recorded = _recorded(folder)
-    resumed = recorded.get("resumed", [])
+    """Record in ``environment.json`` where, and with what, the run resumes."""
+    recorded = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     now = {**environment(), "processes": world_size(), "step": step}
-    content = {**recorded, "resumed": [*resumed, now]}
-    files.write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=2))
-    # Compared with the last time, of which there may have been several.
-    different = changes([recorded, *resumed][-1], now)
-    if different:
-        warnings.warn(
-            f"{folder} continues at step {step} in another environment, which may change its "
-            f"numbers: {', '.join(different)}",
-            stacklevel=2,
-        )
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    recorded: dict[str, Any] = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
-    return recorded
+    recorded["resumed"] = [*recorded.get("resumed", []), now]
+    files.write_atomically(folder / ENVIRONMENT, json.dumps(recorded, indent=2))
 
 
 def save_model(

@@ -9,17 +9,17 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.training.config import Execution
-from coupled_adam.runs import METRICS
+from coupled_adam.runs import METRICS, step_of
 
 LOG_EVERY = 10
 """The number of steps between two lines about the training."""
 
 
-def run_loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
-    """The loggers of a run that resumes at ``step``, or starts."""
+def run_loggers(folder: Path, execution: Execution, last: Path | None) -> list[Logger]:
+    """The loggers of a run that resumes from the checkpoint ``last``, or starts."""
     loggers: list[Logger] = [MetricsFile(folder / METRICS)]
     if "tensorboard" in execution.log:
-        purge_step = 0 if step is None else step + 1
+        purge_step = 0 if last is None else step_of(last) + 1
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge_step))
     name = f"{folder.parent.name}/{folder.name}"
     if "wandb" in execution.log:
@@ -47,14 +47,10 @@ class MetricsFile(Logger):
         """Do nothing: they are in config.yaml."""
 
 
-def cut_log(path: Path, last_step: int | None) -> None:
-    """Drop the lines of a log after the checkpoint of a step, or all where a run begins.
-
-    They are of steps that will be made, and logged, again.
-    """
+def cut_log(path: Path, last: int) -> None:
+    """Drop the lines of a log after a step; those steps will be made, and logged, again."""
     if path.exists():
-        end = -1 if last_step is None else last_step
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         # The last line may have been cut off when the process was killed.
         whole = (line for line in lines if line.endswith("\n"))
-        write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= end))
+        write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= last))

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from coupled_adam.errors import DivergedError, on_all_ranks
+from coupled_adam.errors import DivergedError
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.schedules import lr_scheduler
-from coupled_adam.lab.training.variant import load_variant
+from coupled_adam.lab.training.variant import Variant
 from coupled_adam.optim.sharded import full_tensor
 
 
@@ -29,12 +29,14 @@ class LanguageModel(pl.LightningModule):
         grad_norm: the norm of all gradients in the last step, before clipping, a scalar tensor.
     """
 
-    def __init__(self, model: PreTrainedModel, run: Run, execution: Execution) -> None:
+    def __init__(
+        self, model: PreTrainedModel, run: Run, execution: Execution, variant: Variant
+    ) -> None:
         super().__init__()
         self.model = model
         self.run = run
-        self.variant = load_variant(run.recipe.variant)
         self.execution = execution
+        self.variant = variant
         self.train_loss = torch.zeros(())
         self.grad_norm = torch.zeros(())
         self._valid = torch.zeros(2)  # the sum of the losses of sequences, and their number
@@ -97,12 +99,10 @@ class LanguageModel(pl.LightningModule):
 
     def diverged(self, problem: str, step: int) -> DivergedError:
         """The error with which a run ends that has left the numbers that can be computed with."""
-        return on_all_ranks(
-            DivergedError(
-                f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. "
-                "A lower training.lr or a longer training.warmup may help",
-                step,
-            )
+        return DivergedError(
+            f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. A lower "
+            "training.lr or a longer training.warmup may help",
+            step,
         )
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import ctypes
+import os
 import platform
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, UsageError, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.models import build_model
@@ -20,12 +22,11 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution
-from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
+from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import METRICS, MODEL, step_of
@@ -58,14 +59,11 @@ def try_out(recipe: Recipe, device: str) -> None:
         ) from None
 
 
-def train(run: Run, corpus: Corpus, execution: Execution, progress: Progress | None = None) -> None:
+def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
     run is left as it is. Whatever ends a run, the last checkpoint is kept.
-
-    Args:
-        progress: the bar of all runs, of which this is one; None for a bar of its own.
 
     Raises:
         UsageError: if the folder holds another run or a run on another text, or is in use by
@@ -78,41 +76,32 @@ def train(run: Run, corpus: Corpus, execution: Execution, progress: Progress | N
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
-        raise on_all_ranks(
-            UsageError(
-                f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: "
-                "start a number that divides it"
-            )
+        raise UsageError(
+            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: start "
+            "a number that divides it"
         )
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as locks:
         on_rank_zero(lambda: claim(run, corpus, locks))
-        if progress is None:
-            progress = locks.enter_context(Progress([run]))
-        if on_rank_zero((run.folder / MODEL).exists):
-            progress.start(run, run.recipe.steps)
-        else:
+        if not on_rank_zero((run.folder / MODEL).exists):
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
             locks.enter_context(checkpoints.deferring_sigterm())
-            _train(run, corpus, execution, checkpoints, progress)
+            _train(run, corpus, execution, checkpoints)
 
 
-def _train(
-    run: Run,
-    corpus: Corpus,
-    execution: Execution,
-    checkpoints: Checkpoints,
-    progress: Progress,
-) -> None:
+def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoints) -> None:
     recipe, variant = run.recipe, load_variant(run.recipe.variant)
-    last = on_rank_zero(checkpoints.last)
-    step = None if last is None else step_of(last)
-    on_rank_zero(lambda: cut_log(run.folder / METRICS, step))
-    if step is not None:
-        on_rank_zero(lambda: record_resumption(run.folder, step))
 
+    def begin() -> Path | None:
+        last = checkpoints.last()
+        cut_log(run.folder / METRICS, -1 if last is None else step_of(last))
+        if last is not None:
+            record_resumption(run.folder, step_of(last))
+        return last
+
+    last = on_rank_zero(begin)
     # Directly before the weights are drawn, which then depend on the seed and on nothing before.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
@@ -122,20 +111,19 @@ def _train(
     share = {"rank": rank(), "world_size": world_size()}
     batches = Batches(corpus.tokens("train"), recipe, run.seed, **share)
     held_out = held_out_loader(corpus.tokens("valid"), recipe, **share)
-    module = LanguageModel(model, run, execution)
     with warnings.catch_warnings():
         # Batches are read from a memory map, so worker processes would have nothing to do.
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
         trainer = _trainer(
-            run,
+            recipe,
             execution,
             # The log comes first, so that a checkpoint never contains a step that was not logged.
-            callbacks=[RunLog(run, progress), checkpoints],
-            logger=run_loggers(run.folder, execution, step),
-            plugins=[CheckpointIO(), *filter(None, [launcher()])],
+            callbacks=[RunLog(run), checkpoints],
+            logger=run_loggers(run.folder, execution, last),
         )
+        module = LanguageModel(model, run, execution, variant)
         try:
             trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
@@ -152,27 +140,31 @@ def _train(
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 
 
-def _trainer(run: Run, execution: Execution, **options: Any) -> pl.Trainer:
-    recipe, training = run.recipe, run.recipe.training
+def _trainer(recipe: Recipe, execution: Execution, **options: Any) -> pl.Trainer:
     strategy: Any = "ddp" if world_size() > 1 else "auto"
     if execution.strategy == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
     kind, _, number = execution.device.partition(":")
+    # As torchrun and SLURM say; each node runs the same number of processes.
+    nodes = os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1
+    nodes = int(nodes) if world_size() > 1 else 1
+    precision = recipe.training.precision
     return pl.Trainer(
         accelerator="gpu" if kind == "cuda" else kind,
         strategy=strategy,
-        devices=[int(number)] if number else world_size() // nodes(),
-        num_nodes=nodes(),
+        devices=[int(number)] if number else world_size() // nodes,
+        num_nodes=nodes,
         # Token ids need no conversion, and Lightning shards no model in float64.
-        precision="32-true" if training.precision == "64-true" else training.precision,
+        precision="32-true" if precision == "64-true" else precision,
         max_steps=recipe.steps,
-        val_check_interval=min(training.evaluate_every, recipe.steps),
+        val_check_interval=min(recipe.training.evaluate_every, recipe.steps),
         log_every_n_steps=1,  # RunLog logs by itself
         num_sanity_val_steps=0,
         enable_model_summary=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,  # Progress is the bar of all runs
+        enable_progress_bar=False,  # RunLog has its own
         use_distributed_sampler=False,
+        plugins=[CheckpointIO(), *filter(None, [launcher()])],
         **options,
     )
 

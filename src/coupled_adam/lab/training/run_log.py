@@ -1,13 +1,15 @@
-"""What a run logs while it trains, and what the bar shows of it."""
+"""What a run logs while it trains, and its bar."""
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from tqdm import tqdm
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
@@ -17,7 +19,6 @@ from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.loggers import LOG_EVERY
 from coupled_adam.lab.training.module import LanguageModel
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
 from coupled_adam.runs import SECOND_MOMENTS, step_name
 
@@ -25,19 +26,25 @@ from coupled_adam.runs import SECOND_MOMENTS, step_name
 class RunLog(pl.Callback):
     """Logs the training every ten steps, and the held-out loss and embeddings at each evaluation.
 
-    It also moves the bar, which shows the last value of each metric.
+    On rank 0 a bar shows the steps, the time left and the loss; in a file twice a minute.
     """
 
-    def __init__(self, run: Run, progress: Progress) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.progress = progress
-        self._last: dict[str, float] = {}  # the last logged value of each metric, by name
         self._logged = (0, 0.0)  # the step and the time of the last log
         self._evaluated_since: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the measures of the initial embeddings."""
-        self.progress.start(self.run, trainer.global_step)
+        self._bar = tqdm(
+            desc=self.run.folder.name,
+            initial=trainer.global_step,
+            total=trainer.max_steps,
+            disable=rank() > 0,
+            dynamic_ncols=True,
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+            smoothing=0,  # the average speed: evaluations count, too
+        )
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, _measures(module, 0))
@@ -65,26 +72,29 @@ class RunLog(pl.Callback):
                 "tokens_per_second": tokens / (self._logged[1] - since),
             }
             self._log(trainer, metrics)
-        self.progress.step(self.run, step, self._last)
+            self._bar.set_postfix_str(f"loss {metrics['train_loss']:.3f}", refresh=False)
+        self._bar.update()
+
+    def on_train_end(self, *_: Any) -> None:
+        """End the bar's line, as also after an error."""
+        self._bar.close()
+
+    def on_exception(self, *_: Any) -> None:
+        """End the bar's line before the error is printed, if there is one yet."""
+        if hasattr(self, "_bar"):
+            self._bar.close()
 
     def on_validation_start(self, *_: Any) -> None:
         """Note when the evaluation begins, which does not count as training."""
         self._evaluated_since = time.perf_counter()
-        self.progress.say("evaluating")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
-        """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
-        model = module.model
-        tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
-        states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
-        # Of sharded tensors this is the size on all processes together. Scalars count the steps.
-        sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
-        measures = {"embedding_state_bytes": sum(sizes), **_measures(module, trainer.global_step)}
+        """Log the held-out loss and the embeddings; save AdamW's second moments."""
+        measures = _measures(module, trainer.global_step)
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-        self._last.update(metrics)
         with _ctrl_c_waits():
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)

@@ -42,10 +42,10 @@ class RepairedMatrix:
 
 def can_repair(source: Path, config: Mapping[str, Any]) -> bool:
     """Whether transformers can load and save a model with this config.json, or it is a matrix."""
-    import transformers  # takes seconds
-
     if source.is_file():
         return source.suffix == ".npy"
+    import transformers  # takes seconds
+
     names = config.get("architectures")
     is_known = isinstance(names, list) and bool(names) and hasattr(transformers, str(names[0]))
     places = "*.safetensors", f"{MODEL}/*.safetensors"

@@ -169,7 +169,9 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("table", [*ONE_PASS, "zero_sum", "zero_sum_untied", "peers_by_rate"])
+@pytest.mark.parametrize(
+    "table", [*ONE_PASS, "zero_sum", "zero_sum_untied", "peers_by_rate", "width"]
+)
 def test_by_factor(table):
     """Each cell of the tables by rate; none is left out."""
     before = ONE_PASS.get(table, "betas_untied" if table == "zero_sum_untied" else "betas")
@@ -276,6 +278,32 @@ def test_what_the_page_says_of_zero_sum():
         assert cost == pytest.approx(np.mean(differences), abs=5.1e-4)
         if cost == lean:
             assert p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=5.1e-3)
+
+
+def test_zero_sum_untied():
+    """What the page says of one seed: a cost for Ember, and none for AdamW and LEAN."""
+    (shown,) = re.search(r"LEAN nothing, and Ember (\S+) \(n = 4, one", PAGE).groups()
+
+    def first(question, name):
+        return valid(question, f"{name} n=4")[1]
+
+    cost = first("zero_sum_untied", "ember zero sum") - first("zero_sum_untied", "ember free")
+    assert float(shown) == pytest.approx(cost, abs=5.1e-4)
+    assert first("zero_sum_untied", "adam zero sum") < first("betas_untied", "adamw 0 0.999")
+    free = first("zero_sum_untied", "plain delayed free")
+    assert first("zero_sum_untied", "plain delayed") < free
+
+
+def test_the_best_rate_by_width():
+    """The vertices of parabolas through three losses; the highest n is the best at H = 128."""
+    text = " ".join(PAGE.split())
+    shown = re.search(r"lowest at n = (\S+) for H = 32 and at (\S+) for H = 64", text).groups()
+    for width, vertex in zip((32, 64), map(float, shown), strict=True):
+        losses = [valid("width", f"H={width} lean 0 0.99 n={n}")[1] for n in (4, 6, 8)]
+        a, b, _ = np.polyfit((4, 6, 8), losses, 2)
+        assert vertex == pytest.approx(-b / (2 * a), abs=0.051)
+    widest = {name: valid("width", name)[1] for name in results("width") if "H=128" in name}
+    assert min(widest, key=widest.get).endswith("n=8")
 
 
 def test_settings_that_were_written_down_first():
@@ -496,7 +524,9 @@ def test_bands():
 
 def test_what_the_page_says_of_peers():
     """The losses on the test documents, and how far what has no second moment is above LEAN."""
-    text = PAGE.split("On the test documents, with three seeds, AdamW")[1].split("## Another")[0]
+    text = PAGE.split("On the test documents, with three seeds, AdamW")[1].split(
+        "## Does the best"
+    )[0]
     names = [
         *(("betas", "adamw 0 0.999 n=5"), ("zero_sum", "ember free n=7")),
         *(("zero_sum", "plain delayed free n=4"), ("table_rules", "adafactor free n=7")),

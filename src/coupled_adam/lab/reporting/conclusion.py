@@ -1,9 +1,10 @@
 """What the runs of an experiment show, in sentences that say no more than their tests."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from coupled_adam.lab.reporting.frame import TEST_LOSS, baseline_of, by_seed, groups
@@ -46,6 +47,7 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     rivals = [arm for arm in arms if arm is not baseline]
     if baseline is None or not rivals:
         return [*sentences, "A comparison needs runs with AdamW and with another optimizer."]
+    sentences += _states([baseline, *rivals])
     if experiment.seed.nunique() == 1:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
@@ -67,6 +69,16 @@ def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
     complete = arms[arms["count"] == arms["count"].max()]
     best = complete["mean"].fillna(0).groupby("optimizer", sort=False).idxmin()
     return {name: experiment[experiment.setup == setup] for name, setup in best}
+
+
+def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
+    """How much optimizer state each arm keeps for the embeddings, if all runs have logged it."""
+    sizes = [arm.embedding_state_bytes.max() for arm in arms]
+    if not np.isfinite(sizes).all():
+        return []
+    texts = [f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in sizes]
+    named = (f"{text} ({arm.label.iloc[0]})" for arm, text in zip(arms, texts))
+    return [f"Optimizer state of the embeddings: {', '.join(named)}."]
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:

@@ -38,6 +38,8 @@ COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
 """What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
 false, which are on the page and in the CSV files only."""
 
+_LOGGED = ("valid_loss", "embedding_state_bytes")
+
 
 def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     """Find the runs below some folders: those that are finished, and why others are left out.
@@ -54,7 +56,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
           the only arm with AdamW
         - ``seed``; ``tokens`` and ``parameters``, D and N
         - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
-        - ``valid_loss``: the last validation loss; NaN if not logged
+        - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
+          state of the token embeddings; NaN if not logged
 
     Raises:
         UsageError: a file of a run is damaged, or an experiment has runs of different settings.
@@ -88,7 +91,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
-    numbers = [*COLUMNS, "valid_loss"]
+    numbers = [*COLUMNS, *_LOGGED]
     names = ["run", "experiment", "arm", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
@@ -112,7 +115,7 @@ def _row(run: Run) -> dict[str, Any]:
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
         **{key: measure.of(run.evaluation) for key, measure in COLUMNS.items()},
-        "valid_loss": (run.curve("valid_loss")[1] or [math.nan])[-1],
+        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
     }
 
 

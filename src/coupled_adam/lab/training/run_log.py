@@ -89,8 +89,13 @@ class RunLog(pl.Callback):
         self._evaluated_since = time.perf_counter()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
-        """Log the held-out loss and the embeddings; save AdamW's second moments."""
-        measures = _measures(module, trainer.global_step)
+        """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
+        model = module.model
+        tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
+        states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
+        # Of sharded tensors this is the size on all processes together. Scalars count the steps.
+        sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
+        measures = {"embedding_state_bytes": sum(sizes), **_measures(module, trainer.global_step)}
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)
 

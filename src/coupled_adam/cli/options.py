@@ -165,8 +165,10 @@ class RunOptions(DeviceOption):
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
         device = self.usable_device()
         load_variant(recipe.variant)
-        parameters(recipe)  # an error, if transformers cannot build the architecture
-        if recipe.variant is None and self.strategy != "fsdp2":  # for models too large for one GPU
+        # A model that is too large for one GPU, or not the recipe's, is only built without weights.
+        if recipe.variant is not None or self.strategy == "fsdp2":
+            parameters(recipe)
+        else:
             try_out(recipe, device)
         return Execution(
             device=device,

@@ -88,7 +88,9 @@ class Block(nn.Module):
         q, k, v = by_head.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, H / heads]
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.before_mlp(x)), approximate="tanh"))
+        widened = functional.gelu(self.up(self.before_mlp(x)), approximate="tanh")
+        hidden: Tensor = x + self.down(widened)
+        return hidden
 
 
 class Model(nn.Module):
@@ -138,7 +140,7 @@ def optimizers(model: Model, arm: str, factor: float, lr: float) -> list[Optimiz
     usual: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95)}
     usual |= {"fused": True, "capturable": True} if on_gpu else {"foreach": False}
     if arm == "ember":
-        ember = Ember([table], embeddings["lr"], capturable=on_gpu)  # type: ignore[arg-type]
+        ember = Ember([table], embeddings["lr"], capturable=on_gpu)
         return [AdamW(core, **usual), ember]
     kind = CoupledAdamW if "coupled" in embeddings else AdamW
     return [kind([*core, embeddings], **usual)]
@@ -201,7 +203,7 @@ class Training:
         for rate, full in self._rates:
             rate.copy_(full * multiplier)
         loss = self._loss(self._order[self._step][0])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self._optimizers:
             optimizer.step()

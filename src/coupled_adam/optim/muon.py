@@ -76,7 +76,7 @@ class MuonWithCoupledAdam(Optimizer):
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
         by_adam = param_groups(model, embeddings, **groups)
-        for_adamw = resolve(model, adamw, "adamw")
+        for_adamw = resolve(dict(model.named_parameters(remove_duplicate=False)), adamw, "adamw")
         hidden = []
         for group in by_adam:
             if "weight_decay" in group:  # embeddings, biases and norms

@@ -80,7 +80,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
         values = value if isinstance(value, tuple | list) else [value]
         if any(isinstance(x, str) for x in values):
             meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
-        raise ValueError(f"Invalid {name}{where}: {value!r} ({meaning})")
+        raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
 
 
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:

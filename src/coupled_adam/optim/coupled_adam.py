@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.conversion import from_adam
+from coupled_adam.optim.conversion import adapt
 from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix, as_python_number
 from coupled_adam.optim.options import (
     check_options,
@@ -296,16 +296,7 @@ class CoupledAdam(torch.optim.Adam):
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
-            beta1, beta2 = group["betas"]
-            adam(
-                *tensors,
-                has_complex=has_complex,
-                beta1=beta1,
-                beta2=beta2,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                **{name: group[name] for name in _ADAM_OPTIONS},
-            )
+            self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
         update(coupled, unscale, found_inf, self._pending)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
@@ -335,6 +326,26 @@ class CoupledAdam(torch.optim.Adam):
                     matrix.kernel = kernels.choose(matrix)
                     coupled.append(matrix)
         return coupled, uncoupled
+
+    def _update_uncoupled(
+        self,
+        group: dict[str, Any],
+        tensors: Tensors,
+        has_complex: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update the parameters of a group that is not coupled."""
+        beta1, beta2 = group["betas"]
+        adam(
+            *tensors,
+            has_complex=has_complex,
+            beta1=beta1,
+            beta2=beta2,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            **{name: group[name] for name in _ADAM_OPTIONS},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, complete."""
@@ -373,23 +384,48 @@ class CoupledAdam(torch.optim.Adam):
             state_dict: as returned by ``state_dict()``; it is not changed.
 
         Raises:
-            ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
+            ValueError: if a group or a state is damaged, or does not fit. The optimizer is then
+                unchanged.
         """
         self._pending.finish()
+        self._complete_groups()
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
-        adapted, moments = from_adam(self.param_groups, state_dict)
-        super().load_state_dict(adapted)
-        for group, shards in zip(self.param_groups, flat_shards):
-            if shards is not None:
-                group["flat_shards"] = shards  # these are not saved
-        for p, second_moments in moments.items():
-            # torch has cast every state to its parameter's dtype, which would reduce the moments
-            # [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg was saved
-            # with. Put back the former, and give exp_avg the parameter's strides.
-            self.state[p].update(second_moments)
-            exp_avg = self.state[p].get("exp_avg")
-            if exp_avg is not None and exp_avg.stride() != p.stride():
-                self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+
+        def before(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            adapted, second_moments = self._adapt(saved)
+            moments.update(second_moments)
+            return adapted
+
+        def after(_: Any) -> None:
+            for group, shards in zip(self.param_groups, flat_shards):
+                if shards is not None:
+                    group["flat_shards"] = shards  # these are not saved
+            for p, second_moments in moments.items():
+                # torch has cast every state to its parameter's dtype, which would reduce the
+                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
+                # was saved with. Put back the former, and give exp_avg the parameter's strides.
+                self.state[p].update(second_moments)
+                exp_avg = self.state[p].get("exp_avg")
+                if exp_avg is not None and exp_avg.stride() != p.stride():
+                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
+
+        # After the user's hooks, which see the checkpoint; before those that see what is loaded.
+        hooks = [
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _adapt(
+        self, saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+        """Convert a checkpoint, as :func:`coupled_adam.optim.conversion.adapt` does."""
+        return adapt(self.param_groups, saved)
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):

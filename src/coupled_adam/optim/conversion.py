@@ -251,7 +251,7 @@ def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:
 def _mean(v: Tensor, dim: int) -> Tensor:
     """The means of what is finite over a dimension of a matrix."""
     finite = sharded.mean_over(v.isfinite().to(v.dtype), dim)
-    return sharded.mean_over(v.nan_to_num(0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
+    return sharded.mean_over(v.nan_to_num(0.0, 0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
 
 
 def _mean_of(vector: Tensor) -> float:

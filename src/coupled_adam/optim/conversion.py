@@ -1,7 +1,6 @@
 """Checkpoints of torch's optimizers and of other options: what they become, and what is refused."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -167,7 +166,7 @@ def _is_count(step: Any) -> bool:
         if step.is_meta or isinstance(step, FakeTensor):
             return True
         step = step.item() if step.numel() == 1 else None
-    return isinstance(step, Real) and 0 <= step < math.inf
+    return isinstance(step, float | int) and 0 <= step < math.inf
 
 
 def _misfit(state: State, required: tuple[str, ...], shapes: dict[str, torch.Size]) -> str | None:

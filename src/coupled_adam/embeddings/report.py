@@ -19,6 +19,7 @@ from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, 
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
 from coupled_adam.embeddings.partition import Directions, log_partitions
+from coupled_adam.embeddings.references import span
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
@@ -58,20 +59,25 @@ class EmbeddingReport(Measures):
 
     @property
     def diagnosis(self) -> str:
-        """Whether the embeddings are healthy, which measures say so, and what to do next."""
-        return " ".join(diagnose(self))
+        """Where the measures lie among reference matrices, and what that means."""
+        return " ".join(self.sentences())
+
+    def sentences(self, **more: Any) -> list[str]:
+        """The diagnosis in sentences, with what :func:`diagnose` is told beside the measures."""
+        rows = self.vocab_size - self.excluded_rows
+        counted = rows - (self.unseen_tokens or 0)
+        return diagnose(self, self.centered, (rows, self.hidden_size), counted, **more)
 
     def table(self) -> Table:
-        """All measures of the three variants, and the healthy ranges of the first."""
+        """All measures of the three variants, and the range of the references for the first."""
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
             variants = self, self.centered, self.all_but_the_top
             value, *changed = map(measure.of, variants)
             if value is not None:
-                cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
-                texts = map(measure.text, changed)
-                rows.append([measure.label, measure.symbol, cell, *texts, measure.wanted])
-        columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "healthy"]
+                texts = map(measure.text, [value, *changed])
+                rows.append([measure.label, measure.symbol, *texts, span(measure.key)])
+        columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "references"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
         return Table(columns, rows, title, left=(0, 1, 5))
 

@@ -74,7 +74,7 @@ class Analysis:
     @property
     def label(self) -> str:
         """The model's name, and the role of the matrix."""
-        name, entry = Path(self.model).name or self.model, self.embeddings
+        name, entry = Path(self.model).name or Path(self.model).resolve().name, self.embeddings
         side = entry.side if entry.role == "input" else ""
         return (
             name

@@ -204,12 +204,16 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
     """Whether a model that has only one matrix uses it for its input and its output."""
     architectures = str(config.get("architectures"))
     has_head = _HAS_HEAD.search(architectures) and not _HAS_NO_HEAD.search(architectures)
-    # Models with images have the configuration of their text in a part. transformers ties if any
-    # says so, and older versions of it have not saved what is true.
-    parts = [config, config.get("text_config"), config.get("decoder")]
-    parts = [part for part in parts if isinstance(part, Mapping)]
+    # transformers ties if any part says so, and older versions have not saved what is true.
+    parts = config_parts(config)
     said = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
     return bool(has_head) and any(said or [True])
+
+
+def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A configuration, and its part for the text or the decoder of a model that has one."""
+    parts = (config, config.get("text_config"), config.get("decoder"))
+    return [part for part in parts if isinstance(part, Mapping)]
 
 
 def _layer(name: str) -> str:

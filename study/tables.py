@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
 from . import referee
@@ -46,9 +46,9 @@ from .rows import (
 from .run import HERE
 
 DOCS = HERE.parent / "docs" / "study"
-BENCH = HERE.parent / "benchmarks" / "results" / "bench"
-TIMED = {"rows": 50304, "columns": 768, "dtype": "float32", "others": 0, "clip": False}
-"""The case of ``benchmarks/speed.py`` that the README shows."""
+GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
+TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
+"""The case of ``benchmarks/gpu.py`` that the README shows."""
 PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
 
 BASE = (
@@ -279,13 +279,9 @@ RECOMMENDED = (
     Recommended(
         Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"), "2 V x H", None
     ),
-    Recommended(
-        Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "CoupledAdamW fused"
-    ),
-    Recommended(
-        Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "CoupledAdamW LEAN"
-    ),
-    Recommended(Line("Ember", "one_pass_longer", "ember free n=2"), "V + H", "Ember"),
+    Recommended(Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "Coupled Adam"),
+    Recommended(Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "LEAN"),
+    Recommended(Line("Ember", "one_pass_longer", "ember free n=2"), "V + H", "Ember compiled"),
 )
 """What we recommend and its rivals, after 20M tokens."""
 
@@ -310,14 +306,54 @@ def _readme() -> Table:
     return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
 
 
+def _geometry() -> Table:
+    """The rows of :data:`RECOMMENDED`, of which none is marked: no direction is the better one."""
+    measures = (
+        *("isotropy", "isotropy_centered", "isotropy_unit", "mean_norm_ratio"),
+        *("norm_frequency_correlation", "frequent_norm", "rare_norm", "effective_rank", "men"),
+    )
+    rows = [
+        [row.line.label, *(cell(row.line, [], name) for name in measures)] for row in RECOMMENDED
+    ]
+    headers = (MEASURES[name].header.rstrip(" ↑↓") for name in measures)
+    return Table(["embeddings", *headers], rows)
+
+
+WIDER = {
+    "AdamW, 0, 0.999": "adamw 0 0.999",
+    "LEAN": "lean",
+    "AdamW, 0.9, 0.95": "adamw 0.9 0.95",
+    "Ember": "ember",
+}
+"""The arms of :mod:`study.wider` by what the page calls them."""
+
+
+def _wider() -> Table:
+    """The validation loss by n with the first seed, and what the rate with the most seeds has."""
+    measured = results("wider")
+    rows = []
+    for label, arm in WIDER.items():
+        runs_of = {n: measured.get(f"{arm} n={n}", {}).get("seeds", {}) for n in (0, 2, 4)}
+        losses = [f"{seeds['1']['valid_loss']:.3f}" if seeds else "" for seeds in runs_of.values()]
+        n, seeds = max(runs_of.items(), key=lambda of_n: len(of_n[1]))
+        test, mean = (
+            shorthand([run[key] for run in seeds.values()], digits)
+            for key, digits in (("test_loss", 3), ("mean_norm_ratio", 3))
+        )
+        rows.append([label, *losses, str(n), test, mean, str(len(seeds))])
+    header = ["embeddings", *(f"L (validation), n = {n}" for n in (0, 2, 4))]
+    return Table([*header, "n", "test loss", "‖μ‖ʳ", "seeds"], rows)
+
+
 def step_time(optimizer: str) -> float:
-    """A step's time on 50,304 x 768 in float32, relative to torch's fused AdamW: the median."""
-    ratios: list[float] = []
-    for path in BENCH.glob("*.json"):
-        for result in json.loads(path.read_text())["results"]:
-            if (result["case"], result["optimizer"]) == (TIMED, optimizer):
-                ratios += [seconds / baseline for seconds, baseline, *_ in result["samples"]]
-    return statistics.median(ratios)
+    """The median time of a step on a GPU, relative to torch's fused AdamW."""
+    (ratio,) = (
+        result["ratio"]
+        for result in json.loads(GPU.read_text())["steps"]
+        if (result["case"], result["optimizer"]) == (TIMED, optimizer)
+    )
+    _, median, _ = ratio
+    return float(median)
 
 
 def _switching() -> Table:
@@ -512,6 +548,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     **{question: partial(_zero_sum, question) for question in ZERO_SUM},
     "movement": _movement,
     "readme": _readme,
+    "geometry": _geometry,
+    "wider": _wider,
 }
 
 

@@ -298,8 +298,8 @@ def test_what_is_no_model(tmp_path):
             load_embeddings(missing)
 
 
-# Classes of transformers, whose own getters say what is right; benchmarks/loaded_embeddings.py tries
-# all of them.
+# Classes of transformers, whose own getters say what is right; all of them are tried by
+# benchmarks/loaded_embeddings.py.
 CLASSES = {
     "RwkvForCausalLM": "right",  # its head is not an attention's output
     "ElectraForPreTraining": "right",  # it has no head

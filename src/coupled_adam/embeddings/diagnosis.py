@@ -61,7 +61,7 @@ def diagnose(
             f"{rows} rows cannot use all of {columns} directions.",
         ),
         (
-            0 < ratio <= 1.5 * chance,
+            chance / 1.5 < ratio <= 1.5 * chance,
             f"A relative mean norm of {_text('mean_norm_ratio', measures)} is what chance gives to "
             f"so many rows: about 1 / √{rows} = {chance:.2g}.",
         ),

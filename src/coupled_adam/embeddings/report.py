@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,10 @@ def _resolve(
         own_counts = Path(embeddings) / COUNTS
         if counts is None and own_counts.is_file():
             counts = read_array(own_counts)
-        embeddings = load_embeddings(embeddings)[-1].matrix  # the output's, if there are two
+        entry = load_embeddings(embeddings)[-1]  # the output's, if there are two
+        if entry.left_out:
+            warnings.warn(f"{embeddings}: not measured: {'; '.join(entry.left_out)}", stacklevel=3)
+        embeddings = entry.matrix
         alive = alive_rows(embeddings)
         if keep is None and alive.any():
             keep = alive

@@ -455,6 +455,7 @@ def normal(rows, columns, scale=1.0, shift=0.0, is_centered=False):
 
 CHANCE = "is what chance gives to so many rows: about 1 / √100"
 SHIFTED = "For cosine similarity and retrieval"
+KEYS = ("test_loss", "mean_norm_ratio")
 
 
 @pytest.mark.parametrize(
@@ -483,13 +484,16 @@ def test_no_verdict_and_no_product():
         assert "health" not in diagnosis
         assert not re.search("train(ing)? with", diagnosis, re.IGNORECASE)
         assert diagnosis.endswith(NO_VERDICT)
-    # The figures of that sentence are those of the README's table.
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    lines = {line.split(" | ")[0]: line for line in readme.splitlines() if line.startswith("| ")}
-    for arm, ratio in (("| AdamW, betas 0, 0.999", "0.250"), ("| LEAN", "0.00072")):
-        assert ratio in lines[arm]
-        assert f"{float(ratio):.1g}"[:5] in NO_VERDICT or f"{float(ratio):.2f}" in NO_VERDICT
-        assert "4.717" in lines[arm]
+    # The figures of that sentence are those of the study's runs of 20M tokens.
+    results = Path(__file__).parents[2] / "study" / "results" / "betas_longer.json"
+    arms = json.loads(results.read_text())
+    adamw, lean = (
+        {key: np.mean([run[key] for run in arms[arm]["seeds"].values()]) for key in KEYS}
+        for arm in ("adamw 0 0.999 n=1", "a=0.75 0 0.99 n=2")
+    )
+    assert adamw["test_loss"] == pytest.approx(lean["test_loss"], abs=0.007)
+    assert round(adamw["mean_norm_ratio"], 2) == 0.25
+    assert lean["mean_norm_ratio"] < 0.001
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-4, 0.05, 0.2, 0.5, 2.0])

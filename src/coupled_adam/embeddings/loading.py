@@ -167,9 +167,9 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
         known = _is_table(name) or name in named or _POSITIONS.search(name)
         if rows in sizes and not known and not _IN_A_BLOCK.search(name):
             left_out.setdefault(name, "has a row for each token, but no known name")
-    reasons = tuple(f"{n} {[*shapes[n]]} {reason}" for n, reason in left_out.items())
+    phrases = tuple(f"{n} {[*shapes[n]]} {reason}" for n, reason in left_out.items())
     return [
-        EmbeddingMatrix(matrix, role, name, weights.config, reasons[:_LISTED])
+        EmbeddingMatrix(matrix, role, name, weights.config, phrases[:_LISTED])
         for name, matrix, role in _with_roles(inputs, outputs, {*named}, weights.config)
     ]
 

@@ -135,7 +135,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     """
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
-    if source.is_file() and out.suffix != ".npy":
+    if source.suffix == ".npy" and source.is_file() and out.suffix != ".npy":
         raise UsageError(f"--out {out} must end in .npy, as {source} does")
     model, entries = _load(source)
     moved = {e.role for e in entries if recenter and can_recenter(e.config, e.role)}

@@ -67,7 +67,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
-    from coupled_adam.lab.evaluation.loading import recipe_of_run
+    from coupled_adam.lab.evaluation.loading import trusted_run
     from coupled_adam.runs import EVALUATION, is_run
 
     if options.sample:
@@ -87,12 +87,12 @@ def run(options: Options) -> None:
     if is_run(folder):
         if options.text is not None or options.out is not None:
             raise UsageError(f"--text and --out are for models; {folder} is a run, which has both")
-        recipe, written = recipe_of_run(folder, options.variant), folder / EVALUATION
+        evaluated, written = trusted_run(folder, options.variant), folder / EVALUATION
 
         def corpus() -> Corpus:  # prepared only if there is no test loss yet
-            return prepare_corpus(recipe, default_cache())
+            return prepare_corpus(evaluated.recipe, default_cache())
 
-        result = evaluate_run(folder, corpus, variant=options.variant, **asked)
+        result = evaluate_run(evaluated, corpus, **asked)
     else:
         result = evaluate_model(model, revision=options.revision, text=options.text, **asked)
     if options.json:

@@ -11,12 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    arm_name,
-    check_outputs,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
@@ -53,7 +48,6 @@ def run(options: Options) -> None:
     recipe = options.recipe_of(load_values(named))
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
-    check_outputs(out=folder)
     comparison.train_and_evaluate(
         Run(recipe, arm, seed, folder),
         execution=options.execution(recipe),

@@ -37,6 +37,8 @@ def expanded(arms: Mapping[str, Any]) -> dict[str, Any]:
         lists = {key: values for key, values in pairs if isinstance(values, list)}
         for key, values in lists.items():
             require(values, f"arms.{name}.{key}=[] must have at least one value")
+        number = math.prod(map(len, lists.values()))
+        require(number <= 1000, f"arms.{name} has lists for {number:,} arms: at most 1,000 can be")
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             copy = f"{name}-{number}" if lists else name
             require(copy not in single, f"arms: two would be called {copy}: rename one of them")

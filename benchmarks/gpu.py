@@ -1,19 +1,26 @@
-"""Whether the optimizer is right on a GPU, and how fast it is, in at most ten minutes.
+"""The first four minutes on a GPU: is everything right there, and how fast is it?
 
-    PYTHONPATH=src python benchmarks/gpu.py benchmarks/results/bench/h200.json    # or: make gpu
+    PYTHONPATH=src python benchmarks/gpu.py                      # or: make gpu
+    PYTHONPATH=src python benchmarks/gpu.py --parts steps host   # only these
 
-It needs torch, Triton and numpy, and nothing else: no other package, no installed one of ours, no
-network. First come the checks of tests/optim/gpu_checks.py; then steps of a matrix, in pairs with
-torch's fused AdamW, with what was expected of them, their launches and memory; then steps of all
-parameters of a GPT-2; then training steps of that GPT-2, in pairs with AdamW. What is known so far
-is written after each of them. ``benchmarks/speed_table.py`` makes the page's table from the file.
+It takes torch, Triton and numpy, and pytest for the tests; no other package, no installed one of
+ours, no network. The parts, in this order: ``tests`` that need a GPU, on several workers; ``steps``
+of a matrix, in pairs with torch's fused AdamW, beside the least that a step can do and beside what
+``torch.compile`` makes of others; ``host``, the same of a matrix so small that only the host's time
+counts; ``training`` steps of a GPT-2. A part that fails leaves the others alone, and what is known
+so far is written after each measurement. ``benchmarks/speed_table.py`` makes the page from the
+file.
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import json
+import multiprocessing
 import os
 import platform
+import re
+import subprocess
 import sys
 import time
 import traceback
@@ -23,89 +30,112 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.cases import Case, parse_case
+from bench.cases import parse_case
 from bench.machine import describe_machine
-from bench.optimizers import BASELINE, candidate, make_step
+from bench.optimizers import ON_A_GPU
 from bench.steps import bench
-from bench.timing import Quartiles, now, sample_in_turn, step_sampler
+from bench.timing import Quartiles, now, sample_in_turn
 from torch import Tensor, nn
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.files import write_atomically
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from optim.gpu_checks import CHECKS, CHECKS_ON_A_GPU
-
-LEAN = "CoupledAdamW LEAN"
-TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", LEAN)
-
-
-def environment() -> dict[str, Any]:
-    """The software and hardware."""
-    packages = {"torch": torch.__version__}
-    if (triton := sys.modules.get("triton")) is not None:
-        packages["triton"] = triton.__version__
-    return {
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": packages,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-    }
+ROOT = Path(__file__).parent.parent
+TESTS = ("tests/optim/test_cuda.py", "tests/optim/test_gpu.py")
+TEST_SECONDS = 120
+BRIEFLY = ("LEAN", "Coupled Adam", "e - c g")
+STEPS = (
+    ("50304x768", "float32", ON_A_GPU),
+    ("128256x4096", "float32", ON_A_GPU),
+    ("50304x768", "bfloat16", ON_A_GPU),
+    ("128256x4096", "bfloat16", ON_A_GPU),
+    ("256000x2304", "float32", BRIEFLY),
+    ("262144x8192", "bfloat16", BRIEFLY),
+    ("8192x512", "float32", BRIEFLY),
+)
 
 
-def expected(case: Case, name: str) -> float | None:
-    """The expected upper bound of the time of a step, relative to fused AdamW's.
+class Share:
+    """A pytest plugin: a worker's share of the tests, and what became of each."""
 
-    It is the ratio of the bytes that are moved, and a tenth for launches and sums. Clipping moves
-    three matrices in both: the norm reads the gradient, and scaling reads and writes it.
-    """
-    moved, baseline = (candidate(x).matrices_moved for x in (name, BASELINE))
-    if case.dtype != "float32" or moved is None or baseline is None:
-        return None
-    clipping = 3 * case.clip
-    return (moved + clipping) / (baseline + clipping) + 0.1
+    def __init__(self, worker: int, workers: int) -> None:
+        self.worker, self.workers = worker, workers
+        self.end = time.monotonic() + TEST_SECONDS
+        self.results: list[dict[str, Any]] = []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = items[self.worker :: self.workers]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            result = {"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+            if report.failed:
+                result["problem"] = str(report.longrepr)
+            self.results.append(result)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if time.monotonic() > self.end:
+            raise TimeoutError(f"not tried, as the tests took more than {TEST_SECONDS} s")
 
 
-def launches(step: Callable[[], object]) -> int:
-    """Count a step's launches on the GPU: kernels, and operations that set or copy memory."""
-    for _ in range(3):
-        step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    on_gpu = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_gpu for event in profile.events())
+def run_share(worker: int, workers: int) -> list[dict[str, Any]]:
+    """Run a worker's share of the tests, in a process of its own."""
+    import pytest
+
+    share = Share(worker, workers)
+    # The project's conftest.py needs packages that these tests do not.
+    options = ["-q", "--no-header", "--no-summary", "--noconftest", "-p", "no:cacheprovider"]
+    tests = [str(ROOT / name) for name in TESTS]
+    status = pytest.main([*options, "--rootdir", str(ROOT), *tests], plugins=[share])
+    if not share.results and status:
+        share.results.append(
+            {"name": f"worker {worker}", "outcome": "failed", "problem": f"pytest: {status!s}"}
+        )
+    return share.results
+
+
+def tests(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each test: what became of it, how long it took, and what went wrong."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.workers, context) as pool:
+        shares = [pool.submit(run_share, i, options.workers) for i in range(options.workers)]
+        for share in concurrent.futures.as_completed(shares):
+            yield from share.result()
 
 
 def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of a matrix, by case and optimizer."""
-    device = options.device
-    cases = [
-        parse_case(shape, dtype, clip)
-        for shape in options.shapes
-        for dtype in ("float32", "bfloat16")
-        for clip in (False, True)
-    ]
-    for timed in bench(cases, TIMED, device=device, seconds=options.seconds):
-        case, name, ratio = timed.case, timed.optimizer, timed.ratio
-        count = None
-        if device == "cuda":
-            count = launches(make_step(name, *case.parameters(device), case.clip)[1])
-        most = expected(case, name)
+    for shape, dtype, names in [(options.shape, "float32", ON_A_GPU)] if options.shape else STEPS:
+        yield from measured(shape, dtype, tuple(names), options)
+
+
+def host(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of a matrix whose update takes the device less time than the host."""
+    yield from measured("256x64", "float32", BRIEFLY, options)
+
+
+def measured(
+    shape: str, dtype: str, names: tuple[str, ...], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Time optimizers with a matrix; an optimizer that fails leaves the others alone."""
+    case = parse_case(shape, dtype, clip=False)
+    for name in names:
+        try:
+            (timed,) = bench([case], [name], device=options.device, seconds=options.seconds)
+        except Exception as error:  # such as too little memory, or a compiler's
+            print(f"{case.label}, {name}: {type(error).__name__}: {error}", flush=True)
+            yield {"case": case.label, "optimizer": name, "problem": traceback.format_exc()}
+            continue
+        ratio = timed.ratio
         remarks = [
-            f"{case.label}, {name}: {ratio.median:.2f} "
+            f"{case.label}, {name}: {timed.seconds * 1e3:.3f} ms, {ratio.median:.2f} "
             f"({ratio.low:.2f}–{ratio.high:.2f}) of AdamW fused",
-            f"expected at most {most:.2f}" if most is not None else "",
-            f"{count} launches" if count is not None else "",
+            f"{timed.launches} launches" if timed.launches is not None else "",
             f"{(timed.extra_bytes or 0) / 1e6:.1f} MB beside the state",
             ratio.remark,
         ]
-        print(", ".join(remark for remark in remarks if remark), flush=True)
-        yield {**timed.to_dict(), "expected": most, "launches": count}
+        print(", ".join(filter(None, remarks)), flush=True)
+        yield timed.to_dict()
 
 
 class GPT(nn.Module):
@@ -141,128 +171,113 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-    """A step that clips the gradients first."""
+def trainer(options: argparse.Namespace, name: str) -> Callable[[], float]:
+    """A training step, in bfloat16 autocast and clipped, that returns its seconds."""
+    device, (batch, length) = options.device, (options.batch_size, options.length)
+    case = parse_case(options.shape or STEPS[0][0], "float32", clip=True)
+    torch.manual_seed(0)
+    model = GPT(case.rows, case.columns, options.layers, length).to(device)
+    optimizer: torch.optim.Optimizer
+    if name == "AdamW":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    else:
+        groups = param_groups(model, name, vocab_size=case.rows)
+        optimizer = CoupledAdamW(groups, lr=1e-4, fused=True)
 
-    def clip_and_step() -> None:
+    def train() -> float:
+        ids = torch.randint(case.rows, (batch, length + 1), device=device)
+        start = now(device)
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(ids)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return now(device) - start
 
-    return clip_and_step
-
-
-def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Callable[[], object]]:
-    """A model, and a clipped step of AdamW or, by any other name, of Coupled Adam."""
-    case = parse_case(options.shapes[0], "float32", clip=True)
-    torch.manual_seed(0)
-    model = GPT(case.rows, case.columns, options.layers, options.length).to(options.device)
-    if name == "AdamW":
-        return model, clipped(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    kind = "lean" if name == LEAN else "coupled"
-    groups = param_groups(model, kind, vocab_size=case.rows)
-    return model, clipped(model, CoupledAdamW(groups, lr=1e-4, fused=True))
-
-
-def model_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Clipped steps of all parameters of the model."""
-    for name in ("CoupledAdamW", LEAN):
-        samplers = []
-        for each in (name, "AdamW"):
-            model, step = model_and_optimizer(options, each)
-            for p in model.parameters():
-                p.grad = torch.randn_like(p) * 1e-4
-            samplers.append(step_sampler(step, options.device))
-        rounds = sample_in_turn(samplers, least=6, most=100, seconds=options.seconds)
-        yield summary(f"all parameters, clipped: {name}", rounds)
+    for _ in range(3):
+        train()
+    return train
 
 
 def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Whole training steps on random tokens in bfloat16 autocast."""
-    device, (batch, length) = options.device, (options.batch_size, options.length)
-
-    def trainer(name: str) -> Callable[[], float]:
-        model, step = model_and_optimizer(options, name)
-        vocabulary = model.tokens.num_embeddings
-
-        def train() -> float:
-            ids = torch.randint(vocabulary, (batch, length + 1), device=device)
-            start = now(device)
-            model.zero_grad()
-            with torch.autocast(device, torch.bfloat16):
-                loss = model(ids)
-            loss.backward()
-            step()
-            return now(device) - start
-
-        for _ in range(3):
-            train()
-        return train
-
-    for name in ("CoupledAdamW", LEAN):
-        pair = [trainer(name), trainer("AdamW")]
-        rounds = sample_in_turn(pair, least=6, most=options.steps, seconds=options.seconds * 10)
-        yield summary(f"training: {name}", rounds)
+    """Whole training steps on random tokens, in pairs with AdamW's."""
+    for name in ("coupled", "lean"):
+        pair = [trainer(options, name), trainer(options, "AdamW")]
+        rounds = sample_in_turn(pair, least=6, most=100, seconds=options.seconds * 10)
+        ratio = Quartiles.of(ours / theirs for ours, theirs in rounds)
+        print(f"training, {name}: {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) of AdamW")
+        yield {"optimizer": name, "ratio": ratio, "samples": rounds}
 
 
-def summary(name: str, rounds: list[tuple[float, ...]]) -> dict[str, Any]:
-    ratio = Quartiles.of(ours / theirs for ours, theirs in rounds)
-    print(f"{name}: {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) of AdamW fused")
-    return {"name": name, "ratio": ratio, "samples": rounds}
+PARTS = {"tests": tests, "steps": steps, "host": host, "training": training}
 
 
-def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each check: how long it took, and what went wrong."""
-    end = time.monotonic() + options.check_seconds
-    for name, check in (CHECKS_ON_A_GPU if options.device == "cuda" else CHECKS).items():
-        if time.monotonic() > end:
-            print(f"the checks took more than {options.check_seconds:.0f} s: {name} is left out")
-            yield {"name": name, "passed": False, "problem": "left out"}
-            continue
-        start, problem = time.monotonic(), None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                check(options.device)
-        except Exception:
-            problem = traceback.format_exc()
-        seconds = time.monotonic() - start
-        print(f"{'FAILED' if problem else 'right'}: {name} ({seconds:.1f} s)", flush=True)
-        if problem:
-            print(problem, flush=True)
-        yield {"name": name, "passed": not problem, "seconds": seconds, "problem": problem}
+def environment() -> dict[str, Any]:
+    """The software and hardware."""
+    packages = {"torch": torch.__version__}
+    if (triton := sys.modules.get("triton")) is not None:
+        packages["triton"] = triton.__version__
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or None,
+        "python": platform.python_version(),
+        "packages": packages,
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", type=Path, help="the JSON file to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu/<the GPU>.json")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", nargs="+", default=["50304x768", "128256x4096"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each optimizer and case")
-    parser.add_argument("--layers", type=int, default=12, help="of the model of the first shape")
+    parser.add_argument("--shape", metavar="VxH", help="of the only matrix of steps and training")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each optimizer and case")
+    parser.add_argument("--workers", type=int, default=max(1, min(7, (os.cpu_count() or 1) // 2)))
+    parser.add_argument("--layers", type=int, default=12, help="of the model that is trained")
     parser.add_argument("--length", type=int, default=1024, help="of its sequences")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences in a training step")
-    parser.add_argument("--steps", type=int, default=100, help="of training, with each optimizer")
-    parser.add_argument("--check-seconds", type=float, default=240, help="no check begins after")
-    parser.add_argument("--minutes", type=float, default=10.0, help="nothing begins after them")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a GPU, and torch finds none here", file=sys.stderr)
         return 2
-    end = time.monotonic() + 60 * options.minutes
     machine = describe_machine(options.device)
     print(f"{machine.device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     print("\n".join(machine.notes), flush=True)
+    name = re.sub(r"[^a-z0-9]+", "-", machine.device.lower())
+    target = options.out or ROOT / "benchmarks" / "results" / "gpu" / f"{name}.json"
     content: dict[str, Any] = {"environment": environment(), "machine": machine.to_dict()}
-    sections = {"checks": checks, "results": steps, "model": model_steps, "training": training}
-    for name, section in sections.items():
-        content[name] = []
-        for measured in section(options):
-            content[name].append(measured)
-            write_atomically(options.target, json.dumps(content))
-            if time.monotonic() > end:
-                break
-    return int(not all(check["passed"] for check in content["checks"]))
+    problems = []
+    for part in [part for part in PARTS if part in options.parts]:
+        content[part], start = [], time.monotonic()
+        try:
+            for result in PARTS[part](options):
+                content[part].append(result)
+                write_atomically(target, json.dumps(content))
+                if "problem" in result:
+                    problems.append(result)
+        except Exception:  # the next part may work
+            problems.append({"name": part, "problem": traceback.format_exc()})
+            print(problems[-1]["problem"], flush=True)
+        outcomes = [result.get("outcome") for result in content[part]]
+        counted = [
+            f"{outcomes.count(kind)} {kind}" for kind in dict.fromkeys(filter(None, outcomes))
+        ]
+        print(", ".join([f"{part}: {time.monotonic() - start:.0f} s", *counted]), flush=True)
+    for problem in problems:
+        print(f"FAILED: {problem.get('name') or problem['optimizer']}\n{problem['problem']}")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sys.exit(main())

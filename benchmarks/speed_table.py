@@ -1,13 +1,15 @@
-"""Create the tables and the picture of docs/speed.md from committed results of speed.py.
+"""Create the tables and the picture of docs/speed.md from the committed results.
 
+    python benchmarks/gpu.py
     python benchmarks/speed.py --json > benchmarks/results/bench/amd-epyc-1.json
     python benchmarks/speed.py --json --clip > benchmarks/results/bench/amd-epyc-clip-1.json
     python benchmarks/speed_table.py
 
-There is a table for each processor, which combines all files with the same processor, instruction
-set, number of threads and version of torch. Ratios are computed from the samples, of all files that
-have an optimizer in a case: a shared machine's memory is not equally fast at all times. What single
-files have is in a table of its own. The text between the two markers in the page is replaced.
+There is a table of medians for each GPU. There is one for each processor, which combines all files
+with the same processor, instruction set, number of threads and version of torch. Its ratios are
+computed from the samples, of all files that have an optimizer in a case: a shared machine's memory
+is not equally fast at all times. What single files have is in a table of its own. The text between
+the markers in the page is replaced.
 """
 
 import argparse
@@ -20,18 +22,54 @@ from typing import Any
 
 from bench.cases import Case
 from bench.results import Timed, bench_picture
+from bench.timing import Quartiles
 
 from coupled_adam.files import write_atomically
 from coupled_adam.rendering.tables import Table
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "bench"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
 PICTURE = ROOT / "docs" / "images" / "bench.png"
 SHOWN_BY_RUN = Case(50304, 768)
 """Its ratios are also shown for each run, beside the time of the baseline."""
-BEGIN = "<!-- made by benchmarks/speed_table.py: begin -->"
-END = "<!-- made by benchmarks/speed_table.py: end -->"
+BEGIN = "<!-- made by benchmarks/speed_table.py, {}: begin -->"
+END = "<!-- made by benchmarks/speed_table.py, {}: end -->"
+
+
+def gpu_tables(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format tables for each GPU; ``files`` are what benchmarks/gpu.py has written, by name."""
+    return "\n\n".join(gpu_section(name, files[name]) for name in sorted(files))
+
+
+def gpu_section(name: str, record: Mapping[str, Any]) -> str:
+    """Medians of times relative to the fused AdamW's, by case and optimizer."""
+    environment = record["environment"]
+    software = [
+        f"{package} {v.partition('+')[0]}" for package, v in environment["packages"].items()
+    ]
+    facts = [record["machine"]["device"], *software, f"commit {environment['commit']}"]
+    results = [result for part in ("steps", "host") for result in record.get(part, ())]
+    results = [result for result in results if "problem" not in result]
+    optimizers = list(dict.fromkeys(result["optimizer"] for result in results))
+    ratios: dict[tuple[Case, str], str] = {}
+    baselines: dict[Case, list[float]] = {}
+    for result in results:
+        case, ratio = Case(**result["case"]), Quartiles(*result["ratio"])
+        noise = ", noisy" if ratio.noisy else ""
+        ratios[case, result["optimizer"]] = f"{ratio.median:.2f}{noise}"
+        baselines.setdefault(case, []).append(1e3 * result["baseline_seconds"])
+    rows = [
+        [
+            case.label,
+            f"{statistics.median(milliseconds):.3f}",
+            *(ratios.get((case, name), "") for name in optimizers),
+        ]
+        for case, milliseconds in baselines.items()
+    ]
+    made = Table(["V × H", "AdamW fused, ms", *optimizers], rows, left=()).markdown()
+    link = f"All numbers: [{name}](../benchmarks/results/gpu/{name})."
+    return "\n".join([f"### {', '.join(facts)}", "", made, link, *record.get("notes", ())])
 
 
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -116,15 +154,18 @@ def cell(result: Timed) -> str:
     return f"{text}, {ratio.remark}" if ratio.remark else text
 
 
-def committed() -> dict[str, Any]:
-    return {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+def committed(folder: str) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in (RESULTS / folder).glob("*.json")}
 
 
-def page_with(made: str, page: str) -> str:
-    """Replace the text between the page's markers."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+def made_page(page: str) -> str:
+    """The page, with the tables of the committed results between its markers."""
+    for name, made in (("gpu", gpu_tables(committed("gpu"))), ("cpu", tables(committed("bench")))):
+        begin, end = BEGIN.format(name), END.format(name)
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    return page
 
 
 def timed(record: Mapping[str, Any]) -> list[Timed]:
@@ -135,7 +176,7 @@ if __name__ == "__main__":
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    records = committed()
-    write_atomically(PAGE, page_with(tables(records), PAGE.read_text()))
+    write_atomically(PAGE, made_page(PAGE.read_text()))
+    records = committed("bench")
     measured = [result for name in sorted(records) for result in timed(records[name])]
     bench_picture(pooled(measured)).savefig(PICTURE, dpi=100)

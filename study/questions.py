@@ -431,6 +431,71 @@ def _settings() -> dict[str, Entry]:
     }
 
 
+def rate_rule(steps: int) -> float:
+    """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16."""
+    return min(16.0, max(1.0, 15_000 / steps))
+
+
+MULTIPLES = (0.25, 0.5, 1, 2, 4)
+"""What the rule's factor is multiplied with, as far as it is needed to find the lowest loss."""
+
+
+def _few_steps(steps: int, **overrides: Any) -> dict[str, Any]:
+    """A warmup of a sixth of the steps, at most 100, and little time for evaluations."""
+    return {
+        "training.steps": steps,
+        **overrides,
+        "training.evaluate_every": steps,
+        "training.test_batches": 1,
+        "training.warmup": min(100, steps // 6),
+    }
+
+
+LINEAR_TO_ZERO = {
+    "training.schedule": "wsd",
+    "training.decay": 1.0,
+    "training.final_lr": 0.0,
+}
+
+RATE_SETTINGS: dict[str, dict[str, Any]] = {
+    "150 steps": _few_steps(150),
+    "300 steps": _few_steps(300),
+    "1200 steps": _few_steps(1200),
+    "1k": _few_steps(2400, **_batch(16, 2400)),
+    "512": _few_steps(4800, **_batch(8, 4800)),
+    "core a quarter": _few_steps(300, **{"training.lr": 1.25e-3}),
+    "core twice": _few_steps(600, **{"training.lr": 1e-2}),
+    "linear": _few_steps(1200, **LINEAR_TO_ZERO),
+    "constant": _few_steps(600, **{"training.schedule": "constant"}),
+    "untied": _few_steps(300, **{"model.tied": False}),
+    "rotary": _few_steps(300, **ROTARY),
+    "H=32": _few_steps(300, **NARROW),
+    "16k": _few_steps(75, **_batch(256, 75)),
+    "H=192": _few_steps(300, **_size(n_embd=192, n_layer=4, n_head=6, lr=2e-3)),
+    "4800 steps": _few_steps(4800),
+    "19536 steps": _few_steps(19536),
+}
+"""The settings of the test of :func:`rate_rule`; another text is a question of its own."""
+
+
+def _rate_rule(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
+    """AdamW without momentum and LEAN at multiples of the rule's factor."""
+    arms = {
+        "adamw": {**ADAMW, "beta1": 0.0, "beta2": 0.999},
+        "lean": {**_arm("lean"), "beta1": 0.0, "beta2": 0.99},
+    }
+    return {
+        f"{setting} {arm} x{multiple:g}": Entry(
+            {**options, "lr_factor": multiple * rate_rule(overrides["training.steps"])},
+            overrides,
+            FAST,
+        )
+        for setting, overrides in settings.items()
+        for arm, options in arms.items()
+        for multiple in MULTIPLES
+    }
+
+
 def _widths() -> dict[str, Entry]:
     """LEAN in models that differ in nothing but their width, at rates around the best."""
     return {
@@ -616,6 +681,9 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_steps(2400),
     ),
     "settings": _settings(),
+    "rate_rule": _rate_rule(RATE_SETTINGS),
+    # Another text: run with more Wikipedia articles instead of TEXT.
+    "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -638,6 +706,8 @@ UNFINISHED = (
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",
+    "rate_rule",
+    "rate_rule_wiki",
     "settings",
     "width",
 )

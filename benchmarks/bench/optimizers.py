@@ -28,10 +28,12 @@ class Candidate:
             makes 7. Coupled Adam reads g and m and writes m while it sums the squares of g, then
             reads m and p and writes p, which makes 6. LEAN reads g and p, and writes p, which makes
             3, or 5 with momentum. Vectors of length H and V are not counted.
+        compiled: whether ``torch.compile`` compiles the step.
     """
 
     make: Callable[[nn.Parameter, list[nn.Parameter], float | None], Optimizer]
     matrices_moved: int | None = None
+    compiled: bool = False
 
     def moved_bytes(self, case: Case) -> int | None:
         """Bytes of the matrices moved; None if unknown, with other parameters, or with clipping."""
@@ -54,19 +56,25 @@ def coupled(**options: Any) -> Candidate:
     return Candidate(make, matrices_moved=(3 + 2 * has_momentum) if is_lean else 6)
 
 
-def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Candidate:
+def uncoupled(
+    cls: Any, matrices_moved: int | None = None, compiled: bool = False, **options: Any
+) -> Candidate:
     """Any other optimizer class with these options."""
     return Candidate(
-        lambda embedding, params, _: cls([embedding, *params], lr=1e-4, **options), matrices_moved
+        lambda embedding, params, _: cls([embedding, *params], lr=1e-4, **options),
+        matrices_moved,
+        compiled,
     )
 
+
+# The learning rate makes no difference for the time of a step.
+_LEAN = {key: LEAN[key] for key in LEAN if key != "lr_factor"}
 
 OPTIMIZERS = {
     "CoupledAdamW": coupled(),
     "CoupledAdamW fused": coupled(fused=True),
     "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
-    # The learning rate makes no difference for the time of a step.
-    "CoupledAdamW LEAN": coupled(**{key: LEAN[key] for key in LEAN if key != "lr_factor"}),
+    "CoupledAdamW LEAN": coupled(**_LEAN),
     "Ember": uncoupled(Ember),
     "e - c g": uncoupled(PlainUpdate, matrices_moved=3),
     "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
@@ -74,12 +82,24 @@ OPTIMIZERS = {
 }
 """The optimizers by name. To time another one, add an entry ``coupled(option=value)``."""
 
+ON_A_GPU = {
+    "LEAN": OPTIMIZERS["CoupledAdamW LEAN"],
+    "LEAN, momentum": coupled(**{**_LEAN, "betas": (0.9, 0.999)}),
+    "Coupled Adam": OPTIMIZERS["CoupledAdamW fused"],
+    "e - c g": OPTIMIZERS["e - c g"],
+    "AdamW compiled": uncoupled(torch.optim.AdamW, 7, compiled=True, capturable=True),
+    "Ember compiled": uncoupled(Ember, compiled=True, capturable=True),
+    "Ember": OPTIMIZERS["Ember"],
+    "LEAN, fused=False": coupled(**_LEAN, fused=False),
+}
+"""Those that ``benchmarks/gpu.py`` times; the last is what runs where there is no Triton."""
+
 
 def candidate(name: str) -> Candidate:
-    """The optimizer of that name in :data:`OPTIMIZERS`, or the baseline."""
+    """The optimizer of that name, or the baseline."""
     if name == BASELINE:
         return uncoupled(torch.optim.AdamW, matrices_moved=7, fused=True)
-    return OPTIMIZERS[name]
+    return {**ON_A_GPU, **OPTIMIZERS}[name]
 
 
 def make_step(
@@ -87,6 +107,9 @@ def make_step(
 ) -> tuple[Optimizer, Callable[[], object]]:
     """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
     optimizer = candidate(name).make(embedding, params, 1.0 if clip else None)
+    if candidate(name).compiled:
+        torch.compiler.reset()  # each optimizer is compiled anew, and only so many may be
+        return optimizer, torch.compile(optimizer.step)
     if not clip:
         return optimizer, optimizer.step
 

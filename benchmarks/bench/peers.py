@@ -14,8 +14,15 @@ from torch.optim import Optimizer
 class Ember(Optimizer):
     """Ember: v_ij = r_i c_j / s of moving averages of g^2; V + H + 1 numbers, no momentum."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, beta2: float = 0.999, eps: float = 1e-8):
-        super().__init__(params, {"lr": lr, "beta2": beta2, "eps": eps})
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        capturable: bool = False,  # as in torch: the step's number is on the device
+    ):
+        super().__init__(params, {"lr": lr, "beta2": beta2, "eps": eps, "capturable": capturable})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -28,7 +35,8 @@ class Ember(Optimizer):
                 state = self.state[p]
                 if not state:
                     vector = torch.zeros(p.shape[1], dtype=torch.float32, device=p.device)
-                    state["step"], state["column"] = 0, vector
+                    state["column"] = vector
+                    state["step"] = torch.zeros_like(vector[0]) if group["capturable"] else 0
                     state["row"] = torch.zeros(len(p), dtype=torch.float32, device=p.device)
                 state["step"] += 1
                 square = p.grad.float().square()

@@ -29,6 +29,8 @@ class Timed:
             state, in bytes; None if the device does not count allocations.
         moved_bytes: the least number of bytes that a step has to move between memory and processor;
             None if it is not known.
+        launches: how often a step launches something on the GPU: kernels, and operations that set
+            or copy memory; None on other devices.
     """
 
     case: Case
@@ -37,6 +39,7 @@ class Timed:
     state_bytes: int
     extra_bytes: int | None
     moved_bytes: int | None
+    launches: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,6 +70,7 @@ class Timed:
         samples = [[round(seconds, 9) for seconds in sample] for sample in self.samples]
         summary = {
             "seconds": self.seconds,
+            "baseline_seconds": self.baseline_seconds,
             "ratio": self.ratio,
             "noisy": self.ratio.noisy,
             "bandwidth": self.bandwidth,
@@ -76,7 +80,7 @@ class Timed:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Timed:
         """Inverse of :meth:`to_dict`; the summary is recomputed from the samples."""
-        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        fields = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         samples = [(step, baseline, copy) for step, baseline, copy in values["samples"]]
         return cls(**{**fields, "case": Case(**values["case"]), "samples": samples})
 

@@ -1,14 +1,14 @@
 """Measure the steps of optimizers, each in pairs with a step of the baseline."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from bench.cases import Case
 from bench.optimizers import BASELINE, OPTIMIZERS, candidate, make_step
 from bench.results import Timed
 from bench.timing import sample_in_turn, step_sampler
-from torch import Tensor
+from torch import Tensor, nn
 
 _LEAST_PAIRS, _MOST_PAIRS = 6, 100
 
@@ -29,15 +29,34 @@ def bench(
         seconds: approximate duration of each measurement; at least six pairs are timed.
     """
     for case, name in itertools.product(cases, optimizers or OPTIMIZERS):
-        memory = _memory(case, name, device)
-        samples = _sample(case, name, device, seconds)
-        yield Timed(case, name, samples, *memory, candidate(name).moved_bytes(case))
+        embedding, params = case.parameters(device)
+        optimizer, step = make_step(name, embedding, params, case.clip)
+        # The first makes the state, and the next ones may compile or cache what later ones use.
+        for _ in range(3):
+            step()
+        state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+        extra_bytes, launches = _of_cuda(step) if device == "cuda" else (None, None)
+        samples = _sample(case, embedding, params, step, device, seconds)
+        yield Timed(
+            case,
+            name,
+            samples,
+            sum(map(_tensor_bytes, state)),
+            extra_bytes,
+            candidate(name).moved_bytes(case),
+            launches,
+        )
 
 
-def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[float, float, float]]:
+def _sample(
+    case: Case,
+    embedding: nn.Parameter,
+    params: list[nn.Parameter],
+    step: Callable[[], object],
+    device: str,
+    seconds: float,
+) -> list[tuple[float, float, float]]:
     """Seconds of a step, of a step of the baseline, and of a copy of the matrix, by round."""
-    embedding, params = case.parameters(device)
-    _, step = make_step(name, embedding, params, case.clip)
     _, baseline = make_step(BASELINE, embedding, params, case.clip)
     source, target = embedding.detach(), torch.empty_like(embedding)
     samplers = [
@@ -49,25 +68,20 @@ def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[fl
     return [(step, baseline, copy) for step, baseline, copy in rounds]
 
 
-def _memory(case: Case, name: str, device: str) -> tuple[int, int | None]:
-    """Bytes of an optimizer's state, and the peak of what its third step allocates in addition.
+def _of_cuda(step: Callable[[], object]) -> tuple[int, int]:
+    """The peak of what a step allocates, in bytes, and how often it launches something.
 
-    That is what CUDA's allocator counts, and None on other devices, which do not count;
-    ``benchmarks/memory.py`` has torch's profiler count on a CPU.
+    The allocator counts the first; on a CPU ``benchmarks/memory.py`` has torch's profiler do that.
     """
-    embedding, params = case.parameters(device)
-    optimizer, step = make_step(name, embedding, params, case.clip)
-    # The first step makes the state, and the second may compile or cache what later ones use.
-    for _ in range(2):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    extra_bytes = torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-    state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
-    extra = None
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        extra = torch.cuda.max_memory_allocated() - before
-    return sum(map(_tensor_bytes, state)), extra
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return extra_bytes, sum(event.device_type == on_gpu for event in profile.events())
 
 
 def _tensor_bytes(x: Tensor) -> int:

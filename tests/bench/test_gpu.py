@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.optimizers import ON_A_GPU
 from benchmarks import speed_table
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("torch", "numpy", "triton")
+NEEDED = ("torch", "numpy", "triton", "pytest")
 OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
-SMALL = ["--device", "cpu", "--shapes", "64x16", "--seconds", "0.01", "--steps", "6"]
+OF_PYTEST = ("_pytest", "iniconfig", "packaging", "pluggy", "pygments")
+SMALL = ["--device", "cpu", "--shape", "64x16", "--seconds", "0.01"]
 SMALL += ["--layers", "1", "--length", "8", "--batch-size", "1"]
 
 
 @pytest.fixture
 def gpu(tmp_path):
-    """The script, from the source tree of a machine that has torch, numpy and Triton only."""
+    """The script, on a machine that has torch, numpy, Triton and pytest, and no other package."""
     packages = tmp_path / "packages"
     packages.mkdir()
-    for name in (*NEEDED, *OF_TORCH, "torchgen", "typing_extensions"):
+    for name in (*NEEDED, *OF_TORCH, *OF_PYTEST, "torchgen", "typing_extensions"):
         if (spec := importlib.util.find_spec(name)) is not None:
             place = Path(spec.origin)
             place = place.parent if place.name == "__init__.py" else place
@@ -31,7 +33,7 @@ def gpu(tmp_path):
 
     def run(*options):
         return subprocess.run(
-            [sys.executable, "-S", "benchmarks/gpu.py", tmp_path / "gpu.json", *options],
+            [sys.executable, "-S", "benchmarks/gpu.py", "--out", tmp_path / "gpu.json", *options],
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -50,18 +52,26 @@ def test_needs_a_gpu(gpu, tmp_path):
     assert not (tmp_path / "gpu.json").exists()
 
 
-@pytest.mark.slow
-def test_what_a_cpu_can_do(gpu, tmp_path):
-    """All of it, on a small model."""
-    result = gpu(*SMALL)
+def test_a_part(gpu, tmp_path):
+    """Each can be had by itself, and is written as the page's table reads it."""
+    result = gpu(*SMALL, "--parts", "host")
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert {name: len(content[name]) for name in ("results", "model", "training")} == {
-        "results": 2 * 2 * 4,  # two dtypes, clipped or not, four optimizers
-        "model": 2,
-        "training": 2,
-    }
-    assert len(content["checks"]) > 20
-    assert all(check["passed"] for check in content["checks"])
-    assert "64 × 16" in speed_table.tables({"gpu.json": content})
-    assert "expected at most 0.96" in result.stdout
+    assert content.keys() == {"environment", "machine", "host"}
+    names = [timed["optimizer"] for timed in content["host"]]
+    assert names == ["LEAN", "Coupled Adam", "e - c g"]
+    assert "| 256 × 64 |" in speed_table.gpu_tables({"gpu.json": content})
+
+
+@pytest.mark.slow
+def test_what_a_cpu_can_do(gpu, tmp_path):
+    """All of it, on a small model; and of what fails it says what failed."""
+    result = gpu(*SMALL, "--workers", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert [timed["optimizer"] for timed in content["steps"]] == list(ON_A_GPU)
+    assert [of["optimizer"] for of in content["training"]] == ["coupled", "lean"]
+    outcomes = [test["outcome"] for test in content["tests"]]
+    assert outcomes.count("passed") > 10
+    assert set(outcomes) == {"passed", "skipped"}
+    assert f"{outcomes.count('passed')} passed" in result.stdout

@@ -29,9 +29,9 @@ STEADY, NOISY = (0.9, 0.9, 0.9), (0.5, 1.0, 1.5)
 
 def test_the_page_holds_what_the_script_makes():
     page = speed_table.PAGE.read_text()
-    committed = speed_table.committed()
-    assert committed
-    assert speed_table.page_with(speed_table.tables(committed), page) == page
+    assert speed_table.committed("gpu")
+    assert speed_table.committed("bench")
+    assert speed_table.made_page(page) == page
 
 
 def test_a_table_for_each_processor():
@@ -53,3 +53,22 @@ def test_a_table_for_each_processor():
         "| 64 × 8, clip | 0.90 (0.90–0.90) |  |",
     ]
     assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
+
+
+def test_a_table_for_each_gpu():
+    """Of what was measured; an optimizer that failed has none."""
+    record = results(device="Radeon", gpus=["Radeon"])
+    record["environment"] |= {"packages": {"torch": "2.13.0+rocm"}, "commit": "abc1234"}
+    steady, noisy = timed(Case(64, 8), "LEAN", *STEADY), timed(Case(64, 8), "Ember", *NOISY)
+    record["steps"] = [
+        steady.to_dict(),
+        noisy.to_dict(),
+        {"case": "64 × 8", "optimizer": "AdamW", "problem": "no memory"},
+    ]
+    lines = speed_table.gpu_tables({"radeon.json": record}).splitlines()
+    assert lines[0] == "### Radeon, torch 2.13.0, commit abc1234"
+    assert lines[2:5] == [
+        "| V × H | AdamW fused, ms | LEAN | Ember |",
+        "| ---: | ---: | ---: | ---: |",
+        "| 64 × 8 | 1000.000 | 0.90 | 1.00, noisy |",
+    ]

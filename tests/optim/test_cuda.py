@@ -1,7 +1,7 @@
-"""The Triton kernels as every kernel is tested, and what ``gpu_checks`` has for GPUs.
+"""The Triton kernels as every kernel is tested.
 
-The first part also runs without a GPU, on CPU tensors in Triton's interpreter, if the environment
-had TRITON_INTERPRET=1 from the start: test_triton.py does that.
+This also runs without a GPU, on CPU tensors in Triton's interpreter, if the environment had
+TRITON_INTERPRET=1 from the start: test_triton.py does that.
 """
 
 import os
@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from coupled_adam.optim import coupled_adam, update
-from optim.cases import CASES, check_steps, optimizer_of, use
+from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
 from optim.every_kernel import EveryKernel, assert_same_bits, lean_and_coupled, stored
-from optim.gpu_checks import CHECKS_ON_A_GPU, rows_far_apart
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -65,7 +64,24 @@ class TestTriton(EveryKernel):
 
     @pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
     def test_rows_far_apart(self, name):
-        rows_far_apart(DEVICE, CASES[name])
+        """Further than 32 bits can say, with no memory between: as the same rows side by side."""
+        memory = torch.empty(2**31 + 100, dtype=torch.bfloat16, device=DEVICE)
+        places = iter((0, 32, 64))
+
+        def far_apart(x):
+            return memory.as_strided((2, 20), (2**31, 1), next(places)).copy_(x)
+
+        results = []
+        for laid in (torch.clone, far_apart):
+            p = nn.Parameter(laid(matrix((2, 20), 0, torch.bfloat16).to(DEVICE)))
+            optimizer = optimizer_of([p], **CASES[name])
+            optimizer.init_state()
+            if "exp_avg" in optimizer.state[p]:
+                optimizer.state[p]["exp_avg"] = laid(optimizer.state[p]["exp_avg"])
+            p.grad = laid(gradient((2, 20), 1, torch.bfloat16).to(DEVICE))
+            optimizer.step()
+            results.append(stored(optimizer, p))
+        assert_same_bits(*results)
 
     @pytest.mark.parametrize("name", ["coupled", "coupled, amsgrad", "LEAN", "LEAN, momentum"])
     def test_parts_of_a_matrix(self, name, tmp_path, monkeypatch):
@@ -98,10 +114,3 @@ class TestTriton(EveryKernel):
 def in_a_tensor(value, no_host_reads):
     """A number that is on a GPU; of the betas only Python numbers go to Triton."""
     return value.reshape(()) if isinstance(value, torch.Tensor) else value
-
-
-@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-@pytest.mark.filterwarnings("ignore")  # torch's, of compilers and of steps that are not captured
-@pytest.mark.parametrize("name", CHECKS_ON_A_GPU)
-def test_checks(name):
-    CHECKS_ON_A_GPU[name](DEVICE)

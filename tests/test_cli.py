@@ -304,7 +304,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_the_work(command, tmp_path, c
 # Standard output is closed, or cannot be written, before the command starts.
 CLOSED = "import os, sys; os.close(1); sys.stdout = None; "
 FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
-GONE = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
+GONE = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.stdout = open(1, 'w'); "
 CALL = "import sys; from coupled_adam.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -347,7 +347,7 @@ def test_a_comparison_does_not_end_with_its_reader(before, code, small_recipe, t
     ids=["--ntasks", "no srun", "no number", "too many"],
 )
 def test_a_launcher_that_says_too_little(told, monkeypatch, capsys, tmp_path):
-    for name, value in told.items():
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "9", **told}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("coupled_adam.cli.process_number", lambda: 0)
     assert main(["train", "--arm=adamw", "--device=cpu", "--out", str(tmp_path / "x")]) == 2

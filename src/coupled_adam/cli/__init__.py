@@ -4,7 +4,6 @@ Each file defines ``Options``, a dataclass of its arguments, and ``run``. It is 
 the command is called, and imports large libraries only in ``run``, so that ``--help`` is fast.
 """
 
-import errno
 import importlib
 import os
 import signal
@@ -39,7 +38,8 @@ PREEMPTED = 75
 COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
-    "evaluate": "evaluate a run, or any causal language model, or print texts that they write",
+    "evaluate": "evaluate a run, or any causal language model",
+    "sample": "print texts that models write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
     "repair": "write a copy of a model in which dead embeddings are repaired",
@@ -97,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Of several processes each says what went wrong in it, and the first what all of them know.
         if process_number() and not isinstance(error, UsageError | TrainingError):
             print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)
-        if getattr(error, "errno", None) == errno.ENOSPC:  # perhaps of standard output itself
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is standard output whose disk is full
             discard_output()
         _say(f"error: {message}")
         return code

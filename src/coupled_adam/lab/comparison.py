@@ -5,6 +5,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def train_and_evaluate(
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     with process_group(execution.device):
-        on_rank_zero(lambda: check_folder(run) if resume else files.check_unused(run.folder))
+        on_rank_zero(lambda: _check_claim(run, resume))
         corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
         train(run, corpus, execution)
         is_first = rank() == 0
@@ -124,6 +125,13 @@ def train_and_evaluate(
 def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str, Any]:
     """Complete the evaluation of a run that has been trained here, and return it."""
     return evaluate_run(run, corpus, device=execution.device)
+
+
+def _check_claim(run: Run, resume: bool) -> None:
+    """Claim the folder of a run for a moment, so that it is refused before the text is prepared."""
+    check = functools.partial(check_folder, run)
+    with files.claimed(run.folder, check if resume else lambda: files.check_unused(run.folder)):
+        pass
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:

@@ -127,10 +127,9 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
     with contextlib.ExitStack() as stack:
         for name, content in contents.items():
             folder = (out / name).parent
+            inside = folder.resolve().is_relative_to(out)
+            require(inside, f"{folder} is, or is in, a link that leads out of {out}")
             folder.mkdir(parents=True, exist_ok=True)
-            require(
-                folder.resolve().is_relative_to(out), f"{folder} is a link that leads out of {out}"
-            )
             stack.enter_context(new_file(out / name)).write_bytes(content)
     for name in written - contents.keys():
         path = out / name

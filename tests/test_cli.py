@@ -123,7 +123,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
         (("tiny",), "unrecognized arguments: tiny"),
         (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
-        (("--arms.half.row_exponent=0.5",), "the recipe has the arms adamw, coupled"),
+        (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, coupled"),
         (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
         (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),

@@ -176,7 +176,7 @@ def test_a_comparison_that_cannot_go_on_changes_nothing(recipe, tmp_path, monkey
         with pytest.raises(UsageError, match="no text"):
             comparison.compare(more, out, resume=out == begun, **options)
     assert [*begun.parent.iterdir()] == [begun]
-    assert [path.read_bytes() for path in begun.iterdir()] == [before]
+    assert snapshot(begun) == {begun / "comparison.yaml": before, begun / ".lock": b""}
 
 
 def test_what_is_somebody_elses_is_left(unfinished, recipe, tmp_path, monkeypatch, capsys):

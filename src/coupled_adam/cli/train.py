@@ -36,16 +36,16 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_values
-    from coupled_adam.lab.run import Run
+    from coupled_adam.lab.run import Run, read_run
     from coupled_adam.runs import CONFIG, run_name
 
-    named = options.recipe or DEFAULT_RECIPE
     # A run that is resumed has its recipe in its own folder.
     if options.recipe is None and options.resume and options.out is not None:
-        named = str(options.out / CONFIG)
-        if not Path(named).is_file():
+        if not (options.out / CONFIG).is_file():
             raise UsageError(f"--out {options.out} holds no run to resume: leave out --resume")
-    recipe = options.recipe_of(load_values(named))
+        recipe = options.recipe_of(read_run(options.out).recipe.to_dict())
+    else:
+        recipe = options.recipe_of(load_values(options.recipe or DEFAULT_RECIPE))
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
     comparison.train_and_evaluate(

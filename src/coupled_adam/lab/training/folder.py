@@ -15,10 +15,10 @@ from coupled_adam import files
 from coupled_adam.errors import TrainingError, one_line
 from coupled_adam.fields import require
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.run import Run
+from coupled_adam.lab.run import Run, read_evaluation, read_log
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, MODEL
+from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -59,6 +59,8 @@ def check_folder(run: Run) -> None:
             files.read(folder / CONFIG, yaml.safe_load) == run.config,
             f"{folder} holds another run, see its config.yaml: choose another --out",
         )
+        # A file that is damaged is named before the training, not behind it.
+        _ = run.environment, read_evaluation(folder), read_log(folder / METRICS)
     for entry in sorted(folder.iterdir() if folder.exists() else []):
         # config.yaml comes last: a killed process may have left what comes before.
         require(

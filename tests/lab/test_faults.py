@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -238,6 +239,12 @@ def test_another_text_is_refused(unfinished, trained, tmp_path):
     text.write_text(before)
     with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
         go_on(changed)
+    # The text is the same, and another tokenizer made other tokens of it.
+    copy = shutil.copytree(trained[1].folder, tmp_path / "copy")
+    tokens = dataclasses.replace(trained[1], folder=copy)
+    np.save(tokens.folder / "unigram_counts.npy", tokens.unigram_counts() + 1)
+    with pytest.raises(UsageError, match="was begun with another text"):
+        go_on(tokens)
     assert not (run / "model").exists()
     go_on()
 

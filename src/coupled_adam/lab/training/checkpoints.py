@@ -56,7 +56,7 @@ class Checkpoints(pl.Callback):
         damaged: list[Path] = []
         for step, path in reversed(on_rank_zero(lambda: by_step(self.folder)).items()):
             # Those of older versions have no checksums.
-            if expected.get(path.name) in (None, _checksums(path)):
+            if path.name not in expected or expected[path.name] == _checksums(path):
                 if damaged and rank() == 0:
                     names = ", ".join(map(str, damaged))
                     warnings.warn(

@@ -59,8 +59,7 @@ def process_group(device: str) -> Iterator[None]:
 
     Raises:
         UsageError: if the device is one of several GPUs, which the launcher shares out.
-        TrainingError: if a process does not come, has ended, or has not answered, each within
-            torch's time limit.
+        TrainingError: if another process has ended, or does not answer within torch's time limit.
     """
     environment = launcher()
     if environment is None:

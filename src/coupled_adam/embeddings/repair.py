@@ -156,7 +156,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         np.save(array, entries[0].matrix.numpy())
         write_atomically(out, array.getvalue())
     else:
-        with new_folder(out, replace=False) as temporary:
+        with new_folder(out) as temporary:
             _save(model, temporary)
             _copy_rest(source, temporary)
     return reports

@@ -20,6 +20,7 @@ from coupled_adam.errors import (
     TrainingError,
     UsageError,
     did_you_mean,
+    install,
     one_line,
 )
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
-        code, message = _explained(error, resume)
+        code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
         # Of several processes each says what went wrong in it, and the first what all of them know.
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _explained(error: Exception, resume: str) -> tuple[int, str]:
+def _explained(error: Exception, command: str, resume: str) -> tuple[int, str]:
     """The exit code and the message of an error; 0 and nothing if it is a bug."""
     match error:
         case UsageError():
@@ -96,8 +97,8 @@ def _explained(error: Exception, resume: str) -> tuple[int, str]:
         case TrainingError():
             return 1, one_line(error)
         case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
-            reason = error.msg.partition(":")[0]
-            return 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'"
+            extra = "analyze" if command in ("analyze", "repair") else "lab"
+            return 2, f"{error.msg.partition(':')[0]}; install it with: {install(extra)}"
         case OSError() if error.errno is not None:
             path = error.filename2 or error.filename  # where something was to be renamed to
             return 1, one_line(f"{os.strerror(error.errno)}: {path}{resume}")

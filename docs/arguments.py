@@ -1,4 +1,4 @@
-"""What griffe, which reads the docstrings for the site, does with arguments that are named together."""
+"""What griffe, which reads the docstrings for the site, does with arguments named together."""
 
 import re
 from typing import Any

@@ -227,9 +227,13 @@ def torchtune(folder):
 def sentence_transformers(folder):
     """Its trainer with the callback, whose names are those of input embeddings."""
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        losses,
+        models,
+    )
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers import losses, models
 
     from coupled_adam.embeddings.transformers import EmbeddingMeasures
 

@@ -28,6 +28,7 @@ ROOMS = [
     "lab.reporting",
     "lab.comparison",
     "cli",
+    "__main__",
     "optax",
     "integrations",
 ]

@@ -2,6 +2,7 @@
 
 import email
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -172,6 +173,17 @@ def test_pages():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in ROOT.glob("docs/*.md"):
         assert re.search(rf" {page.name}$", navigation, flags=re.MULTILINE), page.name
+
+
+def test_arguments_that_are_named_together():
+    """On the site each has a row, with its own type and default."""
+    griffe = pytest.importorskip("griffe")  # of the extra [docs]
+    extensions = griffe.load_extensions(ROOT / "docs" / "arguments.py")
+    package = griffe.load("coupled_adam", search_paths=[ROOT / "src"], extensions=extensions)
+    optimizer = package["optim.coupled_adam.CoupledAdamW"]
+    (section,) = (s for s in optimizer.docstring.parse("google") if s.kind.value == "parameters")
+    names = [argument.name for argument in section.value]
+    assert names == [*inspect.signature(coupled_adam.CoupledAdamW).parameters]
 
 
 @pytest.mark.parametrize("module", [coupled_adam, embeddings])

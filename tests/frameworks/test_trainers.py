@@ -59,6 +59,11 @@ def save_chats(path, content):
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
 
+def stand_in(package, *modules):
+    for name in (package, *(f"{package}.{module}" for module in modules)):
+        sys.modules[name] = mock.MagicMock()
+
+
 class TwoMatrices(torch.nn.Module):
     """What a training loop of one's own may have as a model: embeddings, a layer and a head."""
 
@@ -173,9 +178,8 @@ def olmo_core(folder):
 
 
 def timm(folder):
-    # PyPI's torchvision needs CUDA's libraries. timm imports it, and its optimizers do not use it.
-    for name in ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional"):
-        sys.modules[f"torchvision{name}"] = mock.MagicMock()
+    # It needs CUDA's libraries. timm imports it, and its optimizers do not use it.
+    stand_in("torchvision", "datasets", "ops", "ops.misc", "transforms", "transforms.functional")
     from timm.optim import OptimInfo, create_optimizer_v2
     from timm.optim._optim_factory import default_registry
 
@@ -207,6 +211,11 @@ def ignite(folder):
 
 def torchtune(folder):
     """As its recipes make the optimizer of what the YAML file names."""
+    # One of its time, which torch 2.13 cannot load. Matrices that are not quantized do not use it.
+    parts = ["api", "fake_quantizer", "linear"]
+    stand_in("torchao", "dtypes", "dtypes.nf4tensor", "quantization", "quantization.qat")
+    stand_in("torchao.quantization.qat", *parts)
+    stand_in("torchao.quantization.prototype", "qat")
     from omegaconf import OmegaConf
     from torchtune import config
     from torchtune.models.llama3 import llama3

@@ -122,7 +122,8 @@ def load_command(name: str) -> ModuleType:
 def _overview() -> str:
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
     usage = "usage: coupled-adam COMMAND ...; COMMAND --help explains one, with an example"
-    return "\n".join([usage, "", *lines])
+    extras = "analyze and repair need the extra [analyze], and all others need [lab]"
+    return "\n".join([usage, "", *lines, "", extras])
 
 
 def _say(message: str) -> None:

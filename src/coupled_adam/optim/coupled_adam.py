@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -237,8 +237,14 @@ class CoupledAdam(torch.optim.Adam):
             grads.append(p.grad)
         return False  # check_parameter has refused complex parameters
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Perform a single optimization step.
 
         Args:

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from coupled_adam.optim.find_embeddings import (
 )
 
 Group = dict[str, Any]
-Embeddings = str | Mapping[str, Any]
+Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
 
 LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),

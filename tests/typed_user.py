@@ -18,7 +18,7 @@ def train(model: torch.nn.Module) -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     CoupledAdam(param_groups(model, LEAN | {"lr_factor": 4}), lr=6e-4)
     CoupledAdamW(model.named_parameters(), vocab_size=50304, embeddings={"lr": 1e-3})
-    MuonWithCoupledAdam(model, lr=6e-4, embeddings="coupled").step()
+    assert_type(MuonWithCoupledAdam(model, lr=6e-4, embeddings="coupled").step(), None)
     CoupledAdamW(model, embeddings="laen")  # type: ignore[arg-type]
     param_groups(model, "laen")  # type: ignore[arg-type]
     CoupledAdamW(model, embedding="lean")  # type: ignore[call-arg]

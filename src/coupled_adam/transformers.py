@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -29,14 +30,17 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     Raises:
         TypeError: if an option, here or in the trainer's ``optim_args``, is unknown.
         ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
-            or ``embeddings`` is unknown.
+            ``embeddings`` is unknown, or an option of the optimizer is out of range.
     """
     if trainer.optimizer is not None:
         raise ValueError(
             "the trainer has an optimizer already: call use_coupled_adam before train(), and leave "
             "out optimizers="
         )
-    _options_of(trainer.args, options)  # a typing error need not wait for the model
+    # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
+    given = _options_of(trainer.args, options)
+    nothing = [nn.Parameter(torch.zeros(1, 1))]
+    CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _OF_GROUPS})
     factory: Any = CoupledAdamWFactory  # which Trainer takes, though it asks for an optimizer
     trainer.optimizer_cls_and_kwargs = (factory, {"args": trainer.args, **options})
 

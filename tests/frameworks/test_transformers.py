@@ -113,6 +113,8 @@ def test_options_in_text(tmp_path):
         ("", {"embeddings": "laen"}, ValueError, "Invalid embeddings value: 'laen'"),
         ("embeddings=laen", {}, ValueError, "Invalid embeddings value: 'laen'"),
         ("", {"model": None}, TypeError, "model=None is no option"),
+        ("", {"lr_factor": 2}, ValueError, "lr_factor=2 is an option of the embeddings"),
+        ("eps=-1", {}, ValueError, "Invalid epsilon value: -1|eps"),
     ],
 )
 def test_what_is_mistyped_is_refused_at_once(text, options, error, message, tmp_path):

@@ -73,13 +73,12 @@ class CoupledAdamOracle:
         self.embeddings -= self.lr * m_hat / denominator
 
     def step_lean(self, g: Array) -> None:
-        if self.t == 1:  # the first gradient is seen twice
-            self.average(g, self.weights(g, gradients=1))
-        weights = self.weights(g, gradients=self.t + 1)
-        rho = self.nu.mean() / (1 - self.beta2**self.t)
+        weights = self.weights(g)
+        seen = max(self.t - 1, 1)  # gradients in nu, which is 0 in the first step
+        rho = self.nu.mean() / (1 - self.beta2**seen)
         rates = np.zeros_like(self.nu)
         for j in np.flatnonzero(self.nu):
-            nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**self.t)
+            nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**seen)
             rates[j] = self.lr * rho ** (self.row_exponent / 2) / (np.sqrt(nu_hat) + self.eps)
         updates, factors = np.zeros((2, *self.embeddings.shape))
         for i in range(len(self.embeddings)):
@@ -93,12 +92,12 @@ class CoupledAdamOracle:
         if weights.any():
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 
-    def weights(self, g: Array, gradients: int) -> Array:
-        """Each row's weight, 0 without a gradient so far; r has seen so many gradients then."""
+    def weights(self, g: Array) -> Array:
+        """Each row's weight, 0 without a gradient so far."""
         self.r = self.beta2 * self.r + (1 - self.beta2) * (g**2).mean(axis=1)
         weights = np.zeros_like(self.r)
         for i in np.flatnonzero(self.r):
-            weights[i] = (self.r[i] / (1 - self.beta2**gradients)) ** (-self.row_exponent / 2)
+            weights[i] = (self.r[i] / (1 - self.beta2**self.t)) ** (-self.row_exponent / 2)
         return weights
 
     def average(self, g: Array, weights: Array) -> None:

@@ -129,13 +129,10 @@ def scale_by_coupled_adam(
 
     def lean(count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any) -> tuple[Any, ...]:
         dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
-        # The first gradient is passed over twice, with the same weights, so that one sum serves.
-        is_first = count == 1
-        squares = jnp.square(g).mean(1 - vocab_axis)
-        r = average(jnp.where(is_first, average(r, squares), r), squares)
+        r = average(r, jnp.square(g).mean(1 - vocab_axis))
         # The inner `where`, here and below, keeps gradients through the update finite. A token with
         # r = 0 has had no gradient, and the squares of one with inf have overflowed.
-        r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count + 1))
+        r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count))
         w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-row_exponent / 2)).astype(nu.dtype)
         w = jnp.expand_dims(w, 1 - vocab_axis)
         active = w != 0
@@ -146,12 +143,12 @@ def scale_by_coupled_adam(
 
         # No sum over tokens needs another: devices that share them exchange all of them at once.
         squares, mean_moment = mean(jnp.square(g)), mean(w * m)
-        known = jnp.where(is_first, average(nu, squares), nu)
-        rho = optax.tree.bias_correction(known.mean(), b2, count)
+        seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
+        rho = optax.tree.bias_correction(nu.mean(), b2, seen)
         relative = jnp.where(rho == 0, 1, rho) ** (row_exponent / 2)
-        rate = relative / denominators(jnp.where(known == 0, 1, known), count)
-        rate = jnp.where(known == 0, 0, rate).astype(nu.dtype)
-        nu = jnp.where(k == 0, nu, average(known, squares))
+        rate = relative / denominators(jnp.where(nu == 0, 1, nu), seen)
+        rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)
+        nu = jnp.where(k == 0, nu, average(nu, squares))
         update = jnp.where(active, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
         if d:
             given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)

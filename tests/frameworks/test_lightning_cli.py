@@ -47,6 +47,6 @@ def test_lightning_cli(tmp_path):
     state = optimizer.state[cli.model.embed.weight]
     assert {name: tuple(value.shape) for name, value in state.items() if name != "step"} == {
         "exp_avg_sq": (4,),
-        "exp_avg_sq_row": (V,),
+        "row_exp_avg_sq": (V,),
         "mean_update": (4,),
     }

@@ -104,7 +104,7 @@ def is_lean(group):
     return bool(group.get("row_exponent") or group.get("zero_sum"))
 
 
-LEAN_STATE = {"exp_avg_sq": "nu", "exp_avg_sq_row": "r", "mean_update": "d", "exp_avg": "m"}
+LEAN_STATE = {"exp_avg_sq": "nu", "row_exp_avg_sq": "r", "mean_update": "d", "exp_avg": "m"}
 NUMBERS = ("lr", "eps", "weight_decay", "amsgrad", "maximize", "second_moment_scale")
 
 
@@ -145,7 +145,7 @@ def assert_as_oracle(cls, group, p, state, oracle, is_stepped=True):
         if group["amsgrad"]:
             expected["max_exp_avg_sq"] = oracle.nu_max
         if is_lean(group):
-            expected["exp_avg_sq_row"] = oracle.r
+            expected["row_exp_avg_sq"] = oracle.r
         else:
             expected["exp_avg_sq"] = oracle.v.mean(0)
         if group.get("zero_sum"):

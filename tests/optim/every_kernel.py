@@ -122,7 +122,7 @@ class EveryKernel:
             results.append(stored(optimizer, p))
         for name, x in results[0].items():
             right = results[1][name]
-            if name == "exp_avg" and "exp_avg_sq_row" in results[0]:
+            if name == "exp_avg" and "row_exp_avg_sq" in results[0]:
                 assert (x.isfinite() | ~right.isfinite()).all()
                 continue
             assert torch.equal(x.isnan(), right.isnan()), name
@@ -236,7 +236,7 @@ class EveryKernel:
             sums = kernel.sum_squares(part, False)
             if whole.is_lean:
                 assert not sums.rows.count_nonzero()
-                weights = torch.ones_like(part.exp_avg_sq_row)
+                weights = torch.ones_like(part.row_exp_avg_sq)
                 total = kernel.apply(part, Sums(rows=sums.rows, weights=weights), Scalars(t=2.0))
                 assert not total[:-1].count_nonzero()
                 assert total[-1] == len(weights)
@@ -253,13 +253,13 @@ class EveryKernel:
             name: None if (x := getattr(whole, name)) is None else x[columns].clone()
             for name in ("exp_avg_sq", "max_exp_avg_sq", "mean_update")
         }
-        r, exp_avg = whole.exp_avg_sq_row, whole.exp_avg
+        r, exp_avg = whole.row_exp_avg_sq, whole.exp_avg
         return replace(
             whole,
             param=whole.param.detach()[rows, columns].clone(),
             grad=whole.grad[rows, columns],
             exp_avg=None if exp_avg is None else exp_avg[rows, columns],
-            exp_avg_sq_row=None if r is None else r[rows],
+            row_exp_avg_sq=None if r is None else r[rows],
             row_ranks=("others",),
             column_ranks=("others",),
             **vectors,

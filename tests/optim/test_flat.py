@@ -229,7 +229,7 @@ def test_checkpoints_that_are_refused():
     with pytest.raises(ValueError, match=r"exp_avg_sq has the shape \[20\], but must have \[6\]"):
         optimizer.load_state_dict(of_adam)
     of_coupled_adam["param_groups"][0]["row_exponent"] = 0.5
-    with pytest.raises(ValueError, match="it has no exp_avg_sq_row"):
+    with pytest.raises(ValueError, match="it has no row_exp_avg_sq"):
         optimizer.load_state_dict(of_coupled_adam)
     with pytest.raises(ValueError, match="pieces of flattened matrices"):
         to_adam_state_dict(optimizer.state_dict())

@@ -63,6 +63,25 @@ def test_zero_sum_moves_the_mean_by_one_update(name):
     assert moved[-1].abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("kernel", [{}, {"fused": False}], ids=["fast", "reference"])
+@pytest.mark.parametrize("options", LEAN.values(), ids=LEAN)
+def test_first_step_of_lean_only_measures(options, kernel):
+    """Nothing moves, except by weight decay; the averages have the gradient once."""
+    p = nn.Parameter(matrix((31, 6), 0))
+    optimizer = optimizer_of([p], **{**options, "weight_decay": 0.0, **kernel})
+    (group,), start = optimizer.param_groups, p.detach().clone()
+    p.grad = gradient((31, 6), 1)
+    optimizer.step()
+    assert torch.equal(p, start)
+    state, share = optimizer.state[p], 1 - group["betas"][1]
+    squares = p.grad.square()
+    torch.testing.assert_close(state["row_exp_avg_sq"], share * squares.mean(1))
+    torch.testing.assert_close(state["exp_avg_sq"], share * squares[squares.any(1)].mean(0))
+    assert not any(x.count_nonzero() for name, x in state.items() if name == "mean_update")
+    optimizer.step()
+    assert not torch.equal(p, start)
+
+
 @settings(max_examples=30)
 @given(rows=st.integers(2, 50), columns=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_zero_sum_gradient_leaves_the_mean(rows, columns, seed):

@@ -95,6 +95,11 @@ def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
     required = {"step", *needed} - {"exp_avg"} if p.dim() == 1 else {"step", "exp_avg_sq"}
     averages: State = {}
     problems = [f"it has no {name}" for name in sorted(required - state.keys())]
+    if "exp_avg_sq_row" in state:
+        problems = [
+            "its exp_avg_sq_row is that of a LEAN that counted the first gradient twice. Load the "
+            "model's weights alone, and begin with a new optimizer"
+        ]
     problems += [
         f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. {HOW_TO_LOAD}"
         for name, value in state.items()
@@ -130,12 +135,10 @@ def _averages(group: Group, p: Tensor, state: State) -> State:
             rows = sharded.zero_moment(p, 1 - vocab_dim, dtype) + mean
         # LEAN's nu is a mean over the rows that have had a gradient.
         active = max(sharded.full_tensor((rows > 0).sum()).item(), 1)
-        later = _correction(group, state, 1) / _correction(group, state, 0)
-        moments |= {ROW_MOMENT: rows * later, "exp_avg_sq": nu * (later * len(rows) / active)}
+        moments |= {ROW_MOMENT: rows, "exp_avg_sq": nu * (len(rows) / active)}
     elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
         mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
-        earlier = _correction(group, state, 0) / _correction(group, state, 1)
-        moments["exp_avg_sq"] = nu * (mean / _mean_of_columns(nu) * earlier)
+        moments["exp_avg_sq"] = nu * (mean / _mean_of_columns(nu))
     averages = {}
     for name, dim in entries(group).items():
         if dim is None:
@@ -157,19 +160,13 @@ def _mean_of_columns(nu: Tensor) -> float:
     return mean or 1.0
 
 
-def _correction(group: Group, state: State, more: int) -> float:
-    """1 - beta2^t, in LEAN of one gradient more, since it passes over the first one twice."""
-    beta2 = float(group["betas"][1])
-    return 1 - beta2 ** (float(state["step"]) + more) or 1.0
-
-
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
     The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
     the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu).
     ``second_moment_scale`` is lost. Without momentum the first moment is filled with zeros. A state
-    without ``exp_avg`` and ``exp_avg_sq_row``, which does not say how many rows there are, is left
+    without ``exp_avg`` and ``row_exp_avg_sq``, which does not say how many rows there are, is left
     out: Adam begins this matrix anew.
 
     Args:
@@ -206,8 +203,7 @@ def _spread(state: State, group: Group) -> State:
     for name in state.keys() & {*SECOND_MOMENTS}:
         moment = state[name].unsqueeze(vocab_dim)
         if rows is not None:  # of LEAN: v_ij = r_i nu_j / mean(nu)
-            earlier = _correction(group, state, 0) / _correction(group, state, 1)
-            moment = moment * (earlier / _mean_of_columns(state[name]))
+            moment = moment / _mean_of_columns(state[name])
             moment = moment * rows.unsqueeze(1 - vocab_dim)
         adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
     adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))

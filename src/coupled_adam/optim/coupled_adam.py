@@ -23,7 +23,7 @@ from coupled_adam.optim.param_groups import (
     warn_of_lost_factor,
 )
 from coupled_adam.optim.state import check_group, check_parameter, fit_state
-from coupled_adam.optim.update import Begun, Pending, update
+from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """The tensors of a param group, in the order of torch's ``adam``."""
@@ -70,7 +70,7 @@ class CoupledAdam(torch.optim.Adam):
         row_exponent (float): a between 0 and 1. With a > 0 the step size of each token also depends
             on its own average squared gradient, to the power -a/2 (see
             :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
-            number of state for each token, ``exp_avg_sq_row`` [V]. Affects coupled groups only.
+            number of state for each token, ``row_exp_avg_sq`` [V]. Affects coupled groups only.
         zero_sum (bool): subtract the mean of the rows' updates from each of them, so that a step
             does not move the mean embedding, except by weight decay and rounding. This goes beyond
             the paper, too. Affects coupled groups only.
@@ -137,7 +137,7 @@ class CoupledAdam(torch.optim.Adam):
                 "parameters they are: pass the model instead of parameters, or vocab_size= with "
                 "the number of their rows; param groups have the options themselves"
             )
-        self._pending, self._begun, self._has_warned = Pending(), Begun(), False
+        self._pending, self._has_warned = Pending(), False
         self._coupling_defaults = {
             "coupled": coupled,
             "second_moment_scale": second_moment_scale,
@@ -271,7 +271,7 @@ class CoupledAdam(torch.optim.Adam):
                 found_inf=found_inf,
                 **{name: group[name] for name in _ADAM_OPTIONS},
             )
-        update(coupled, unscale, found_inf, self._pending, self._begun)
+        update(coupled, unscale, found_inf, self._pending)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 assert p.grad is not None
@@ -288,16 +288,12 @@ class CoupledAdam(torch.optim.Adam):
         # Coupled groups first: what they refuse, they refuse before torch makes a state.
         for group in sorted(self.param_groups, key=lambda group: not group["coupled"]):
             tensors: Tensors = ([], [], [], [], [], [])
-            without_state = {
-                p for p in group["params"] if group["coupled"] and not self.state.get(p)
-            }
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))
                 continue
             for p, grad in zip(*tensors[:2]):
                 matrix = _matrix(group, p, grad, self.state[p], len(coupled))
-                matrix.is_new = p in without_state
                 if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
                     coupled += flat.matrices(matrix, flat.shards_of(group)[p])
                 else:
@@ -313,7 +309,7 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pending, self._begun, self._has_warned = Pending(), Begun(), False
+        self._pending, self._has_warned = Pending(), False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
@@ -330,7 +326,7 @@ class CoupledAdam(torch.optim.Adam):
         A second moment that was kept for every row, [V, H], is replaced by its mean over the rows,
         [H]. This is exactly the state that Coupled Adam would have, so a training with AdamW can be
         continued with Coupled Adam after any step. With ``row_exponent``, the mean of each row
-        becomes its ``exp_avg_sq_row``; a checkpoint of Coupled Adam has nothing to tell the rows
+        becomes its ``row_exp_avg_sq``; a checkpoint of Coupled Adam has nothing to tell the rows
         apart, and all then start with the mean of ``exp_avg_sq``. With ``flat_shards`` nothing is
         converted: the state must be that of the same pieces.
 
@@ -420,7 +416,7 @@ def _matrix(
     no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
     param, shape = parameter, parameter.shape
     is_flat = len(shape) != 2
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "mean_update")
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
     moments = [state.get(name) for name in names]
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
@@ -432,7 +428,7 @@ def _matrix(
         moments = [None if x is None else local(x) for x in moments]
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
-    exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row, mean_update = moments
+    exp_avg, exp_avg_sq, max_exp_avg_sq, row_exp_avg_sq, mean_update = moments
     assert exp_avg_sq is not None
     if vocab_dim == 1 and not is_flat:
         param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
@@ -447,7 +443,7 @@ def _matrix(
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
         max_exp_avg_sq=max_exp_avg_sq,
-        exp_avg_sq_row=exp_avg_sq_row,
+        row_exp_avg_sq=row_exp_avg_sq,
         mean_update=mean_update,
         lr=as_python_number(group["lr"], no_host_reads),
         beta1=as_python_number(beta1, no_host_reads),

@@ -103,7 +103,7 @@ def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[
         cut(vectors, features)
         for vectors in (parameter.exp_avg_sq, parameter.max_exp_avg_sq, parameter.mean_update)
     )
-    rows = cut(parameter.exp_avg_sq_row, tokens)
+    rows = cut(parameter.row_exp_avg_sq, tokens)
     for i, shard in enumerate(shards):
         ranks = sharded.ranks_of(shard.process_group)
         yield replace(
@@ -116,7 +116,7 @@ def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[
             exp_avg=None if parameter.exp_avg is None else shard.of(parameter.exp_avg),
             exp_avg_sq=nu[i],
             max_exp_avg_sq=maxima[i],
-            exp_avg_sq_row=rows[i],
+            row_exp_avg_sq=rows[i],
             mean_update=means[i],
             index=parameter.index + i,
             row_ranks=ranks,
@@ -166,7 +166,7 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
             exp_avg=exp_avg,
             exp_avg_sq=of(matrix.exp_avg_sq, features),
             max_exp_avg_sq=of(matrix.max_exp_avg_sq, features),
-            exp_avg_sq_row=of(matrix.exp_avg_sq_row, tokens),
+            row_exp_avg_sq=of(matrix.row_exp_avg_sq, tokens),
             mean_update=of(matrix.mean_update, features),
         )
         of_segment.kernel = choose(of_segment)
@@ -176,7 +176,7 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Add up the sums of the segments; of all tokens or features, also those that are elsewhere."""
     wide = torch.float64 if matrix.param.is_cpu else torch.float32
-    whole = matrix.exp_avg_sq if matrix.exp_avg_sq_row is None else matrix.exp_avg_sq_row
+    whole = matrix.exp_avg_sq if matrix.row_exp_avg_sq is None else matrix.row_exp_avg_sq
     total, segments = torch.zeros_like(whole, dtype=wide), [*split(matrix)]
     for segment in segments:
         segment.sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)

@@ -70,12 +70,11 @@ class CoupledMatrix:
         exp_avg: the first moment m; None if beta1 is 0.
         exp_avg_sq: nu, [columns].
         max_exp_avg_sq: nu's running maximum; None without ``amsgrad``.
-        exp_avg_sq_row: LEAN's r, [rows]; None in Coupled Adam.
+        row_exp_avg_sq: LEAN's r, [rows]; None in Coupled Adam.
         mean_update: LEAN's d, [columns]; None without ``zero_sum``.
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
         no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
             read as a Python number.
-        is_new: whether the state has been created in this step.
         index: the matrix's number among the optimizer's, which makes its rounding noise its own.
         row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
             (see :func:`sharded.add_up`).
@@ -93,13 +92,12 @@ class CoupledMatrix:
     exp_avg: Tensor | None
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
-    exp_avg_sq_row: Tensor | None
+    row_exp_avg_sq: Tensor | None
     mean_update: Tensor | None
     lr: float | Tensor
     beta1: float | Tensor
     beta2: float | Tensor
     no_host_reads: bool
-    is_new: bool = False
     index: int = 0
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
@@ -114,13 +112,13 @@ class CoupledMatrix:
     @property
     def vectors(self) -> list[Tensor]:
         """The tensors [columns] and [rows] that there are, all of them second moments or means."""
-        vectors = (self.exp_avg_sq, self.max_exp_avg_sq, self.exp_avg_sq_row, self.mean_update)
+        vectors = (self.exp_avg_sq, self.max_exp_avg_sq, self.row_exp_avg_sq, self.mean_update)
         return [x for x in vectors if x is not None]
 
     @property
     def is_lean(self) -> bool:
         """Whether rows have weights of their own or zero-sum updates, in one pass."""
-        return self.exp_avg_sq_row is not None
+        return self.row_exp_avg_sq is not None
 
     @property
     def has_penalty(self) -> bool:

@@ -17,20 +17,20 @@ has a step size of its own, from one number r_i for each token, and the mean emb
 move. All sums over rows are those of the step before, so that a step reads g and reads and writes
 e once::
 
-    r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (exp_avg_sq_row)
-    rho  = (1/H) sum_j nu_j / (1 - beta2^t)
-    w_i  = (r_i / (1 - beta2^(t + 1)) / rho)^(-a/2)
-    u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+    r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (row_exp_avg_sq)
+    rho  = (1/H) sum_j nu_j / (1 - beta2^(t-1))
+    w_i  = (r_i / (1 - beta2^t) / rho)^(-a/2)
+    u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^(t-1))) + eps)
     e_i <- e_i - (u_i - d)
 
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2                    (exp_avg_sq)
     d    = (1/k) sum_i u_i                                             (mean_update)
 
 A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
-the others. What the step moved the mean embedding by, d, is given back in the next one. nu and r_i
-begin with the first gradient, which is passed over twice: r_i has t + 1 gradients at step t, and
-the nu that is used has t. A column with nu = 0 does not move, as nothing is known of it yet. A row
-whose squares overflow has w_i = 0: it stays where it is, and the other rows are not affected.
+the others. What the step moved the mean embedding by, d, is given back in the next one. A column
+with nu = 0 does not move, as nothing is known of it yet: so the first step of LEAN moves nothing,
+except by weight decay, and only measures. A row whose squares overflow has w_i = 0: it stays where
+it is, and the other rows are not affected.
 
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
 tested against this module, and this module against the formulas in float64.
@@ -82,8 +82,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         scalars: the numbers of the step.
 
     Returns:
-        sum_i u_i, sum_i g_i^2 and k, one behind the other, [2 H + 1]; zeros if the step is
-        skipped.
+        sum_i u_i, sum_i g_i^2 and k, one behind the other, [2 H + 1].
     """
     grad = scaled_gradient(matrix, scalars)  # [V, H]
     rates = lean_rates(matrix, scalars)  # [H]
@@ -97,8 +96,6 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     sums = torch.cat([step.sum(0), squares.sum(0), active.sum(0).to(step.dtype)])
     if matrix.mean_update is not None:
         step = step - torch.where(active, matrix.mean_update, 0.0)
-    if scalars.skip is not None:
-        step, sums = (torch.where(scalars.skip == 0, x, 0.0) for x in (step, sums))
     values = _decayed(matrix, scalars)
     values.sub_(step)
     _write(matrix, values, scalars)
@@ -119,18 +116,18 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
 
 def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) -> Tensor:
     """Update r_i from the sums of (factor g)^2 over all columns; return w without rho, [rows]."""
-    r, beta2 = matrix.exp_avg_sq_row, matrix.beta2
+    r, beta2 = matrix.row_exp_avg_sq, matrix.beta2
     assert r is not None
-    new = _average(r, row_squares / matrix.hidden_size, beta2, scalars.skip)
+    new = _average(r, row_squares / matrix.hidden_size, beta2)
     exponent = matrix.group["row_exponent"] / 2
     # The inner `where` keeps the gradient of a differentiable step finite.
-    powers = torch.where(new == 0, 1.0, new / (1 - beta2 ** (scalars.t + 1))) ** -exponent
+    powers = torch.where(new == 0, 1.0, new / (1 - beta2**scalars.t)) ** -exponent
     return torch.where((new == 0) | new.isinf(), 0.0, powers)
 
 
 def relative(matrix: CoupledMatrix, mean_nu: Tensor, scalars: Scalars) -> Tensor:
     """rho^(a/2), which makes the weights w relative, given the mean of nu over all columns."""
-    rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _correction(matrix.beta2, scalars.t)
+    rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _seen(matrix.beta2, scalars.t)
     power: Tensor = rho ** (matrix.group["row_exponent"] / 2)
     return power
 
@@ -138,8 +135,8 @@ def relative(matrix: CoupledMatrix, mean_nu: Tensor, scalars: Scalars) -> Tensor
 def lean_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     """The factor of w_i m_i in the update of e_i, [H]; 0 where nu is 0."""
     group, t, nu = matrix.group, scalars.t, matrix.exp_avg_sq
-    lr = matrix.lr / _correction(matrix.beta1, t)
-    nu_hat = group["second_moment_scale"] * nu / _correction(matrix.beta2, t)
+    lr = matrix.lr / (1 - matrix.beta1**t)
+    nu_hat = group["second_moment_scale"] * nu / _seen(matrix.beta2, t)
     rates = lr / (torch.where(nu == 0, 1.0, nu_hat).sqrt() + group["eps"])
     return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
 
@@ -199,18 +196,16 @@ def _write(matrix: CoupledMatrix, values: Tensor, scalars: Scalars) -> None:
         round_(matrix.param, values, scalars.noise)
 
 
-def _correction(beta: float | Tensor, t: float | Tensor) -> float | Tensor:
-    """1 - beta^t; 1 at t = 0, when nothing has been averaged yet."""
+def _seen(beta2: float | Tensor, t: float | Tensor) -> float | Tensor:
+    """1 - beta2^(t-1), the weight of all gradients in nu; 1 in the first step, which has none."""
     if isinstance(t, Tensor):
-        correction: Tensor = torch.where(t == 0, 1.0, 1 - beta**t)
+        correction: Tensor = torch.where(t == 1, 1.0, 1 - beta2 ** (t - 1))
         return correction
-    return 1 - beta**t if t else 1.0
+    return 1 - beta2 ** (t - 1) if t > 1 else 1.0
 
 
-def _average(
-    old: Tensor, mean_square: Tensor, beta2: float | Tensor, skip: Tensor | None = None
-) -> Tensor:
-    """Move an average of squares on by one step, unless it is skipped, and return it."""
+def _average(old: Tensor, mean_square: Tensor, beta2: float | Tensor) -> Tensor:
+    """Move an average of squares on by one step, and return it."""
     new = (beta2 * old + (1 - beta2) * mean_square.to(old.dtype)).to(old.dtype)
-    old.copy_(new if skip is None else torch.where(skip == 0, new, old))
+    old.copy_(new)
     return new

@@ -23,7 +23,7 @@ Group = dict[str, Any]
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The entries that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
 
-ROW_MOMENT = "exp_avg_sq_row"
+ROW_MOMENT = "row_exp_avg_sq"
 """LEAN's entry of shape [V]."""
 
 MEAN_UPDATE = "mean_update"

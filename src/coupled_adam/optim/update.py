@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import choose
@@ -41,36 +39,11 @@ class Pending:
                 reference.finish(matrix, total)
 
 
-class Begun:
-    """Which matrices are known to have made a step, where an accelerator has the count of steps.
-
-    A step that GradScaler's flag skips does not count, and the host does not see it.
-    """
-
-    def __init__(self) -> None:
-        self._steps = WeakTensorKeyDictionary()
-
-    def is_first(self, matrix: CoupledMatrix, t: float | Tensor) -> bool:
-        """Whether step ``t`` of the matrix, unless it is skipped, is its first."""
-        if not isinstance(t, Tensor):
-            return t == 1
-        if isinstance(t, FakeTensor) or _is_capturing(t):
-            return matrix.is_new
-        if matrix.step not in self._steps and t.item() > 1:  # the host waits in two steps only
-            self._steps[matrix.step] = True
-        return matrix.step not in self._steps
-
-
-def _is_capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def update(
     matrices: Sequence[CoupledMatrix],
     factor: Tensor | None,
     found_inf: Tensor | None,
     pending: Pending,
-    begun: Begun,
 ) -> None:
     """Update the states and parameters of coupled matrices.
 
@@ -79,14 +52,13 @@ def update(
         factor: the gradients are multiplied with it; None for 1.
         found_inf: GradScaler's flag; nothing is changed unless it is 0.
         pending: takes the sums that the next step needs.
-        begun: the matrices that have made a step.
     """
     # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
     matrices = [with_penalty(m, factor) if m.has_penalty else m for m in matrices]
     if coupled := [m for m in matrices if not m.is_lean]:
         update_coupled(coupled, factor, found_inf)
     if lean := [m for m in matrices if m.is_lean]:
-        update_lean(lean, factor, found_inf, pending, begun)
+        update_lean(lean, factor, found_inf, pending)
 
 
 def update_coupled(
@@ -113,22 +85,9 @@ def update_lean(
     factor: Tensor | None,
     found_inf: Tensor | None,
     pending: Pending,
-    begun: Begun,
 ) -> None:
     """LEAN: update with the sums of the step before, and sum for the next one."""
     stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
-    # The first gradient is passed over twice: nothing moves the first time.
-    new = []
-    for m, scalars in stepping:
-        first = scalars._replace(t=0.0, decay=1.0, weight=0.0, noise=None)
-        t = scalars.t
-        if torch.compiler.is_compiling() and isinstance(t, Tensor):
-            new.append((m, first._replace(skip=t != 1)))  # compiled once for all steps
-        elif begun.is_first(m, t):
-            new.append((m, first))
-    if new:
-        _lean_pass(new, pending)
-        pending.finish()
     _lean_pass(stepping, pending)
     # What records a step must see all of it, and DeepSpeed's wrapper may read the state itself.
     if any(matrix.no_host_reads or matrix.shard is not None for matrix in matrices):

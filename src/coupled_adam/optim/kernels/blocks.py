@@ -25,8 +25,8 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     sums = [reference.sum_squares(block, unscaled) for _, block in blocks(matrix)]
     rows = [block.rows for block in sums if block.rows is not None]
     if matrix.is_lean:
-        assert matrix.exp_avg_sq_row is not None
-        return Sums(rows=torch.cat([*rows, matrix.exp_avg_sq_row.new_zeros(0)]))
+        assert matrix.row_exp_avg_sq is not None
+        return Sums(rows=torch.cat([*rows, matrix.row_exp_avg_sq.new_zeros(0)]))
     return Sums(columns=_total(matrix, [x.columns for x in sums if x.columns is not None]))
 
 
@@ -51,7 +51,7 @@ def blocks(matrix: CoupledMatrix) -> Iterator[tuple[slice, CoupledMatrix]]:
     rows, columns = matrix.param.shape
     most = _BLOCK_BYTES * torch.get_num_threads() if matrix.param.is_cpu else _DEVICE_BLOCK_BYTES
     size = max(1, min(_SUM_ROWS, most // (4 * max(1, columns))))
-    r, exp_avg = matrix.exp_avg_sq_row, matrix.exp_avg
+    r, exp_avg = matrix.row_exp_avg_sq, matrix.exp_avg
     for start in range(0, rows, size):
         block = slice(start, start + size)
         yield (
@@ -61,7 +61,7 @@ def blocks(matrix: CoupledMatrix) -> Iterator[tuple[slice, CoupledMatrix]]:
                 param=matrix.param[block],
                 grad=matrix.grad[block],
                 exp_avg=None if exp_avg is None else exp_avg[block],
-                exp_avg_sq_row=None if r is None else r[block],
+                row_exp_avg_sq=None if r is None else r[block],
             ),
         )
 

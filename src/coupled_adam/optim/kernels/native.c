@@ -51,7 +51,7 @@ typedef struct {
     /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
      * (r / row_correction)^-exponent, and lr is multiplied by mean(nu)^exponent. If r is NULL, the
      * weights are given, and the exponent is 0. */
-    void *exp_avg_sq_row, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
+    void *row_exp_avg_sq, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
     double row_share, row_correction, exponent;
     int32_t finish; /* whether lean updates nu and mean_update from its sums */
 } Update;

@@ -38,7 +38,7 @@ class _Record(ctypes.Structure):
         ("update_moment", ctypes.c_int32),
         ("share", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("sums", "row_sums")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_sq_row", "weights", "mean_update")),
+        *((name, ctypes.c_void_p) for name in ("row_exp_avg_sq", "weights", "mean_update")),
         *((name, ctypes.c_double) for name in ("row_share", "row_correction", "exponent")),
         ("finish", ctypes.c_int32),
     ]
@@ -67,7 +67,7 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Sum the squared gradient, over the rows in float64; ``unscaled`` also update ``exp_avg``."""
     record = _record(matrix)
     if matrix.is_lean:
-        rows = torch.empty_like(matrix.exp_avg_sq_row)  # type: ignore[arg-type]
+        rows = torch.empty_like(matrix.row_exp_avg_sq)  # type: ignore[arg-type]
         record.row_sums = rows.data_ptr()
         _call("coupled_adam_sum_squares", record)
         return Sums(rows=rows)
@@ -89,10 +89,10 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
         record = sums.kernel_state
         record.sums = sums.columns.data_ptr()  # the sums over all ranks may be another tensor
     beta1, beta2, t, factor = matrix.beta1, matrix.beta2, scalars.t, scalars.factor
-    started = bool(t)  # otherwise LEAN measures the first gradient, and nothing moves
+    seen = t - 1 if matrix.is_lean else t  # gradients in nu; in LEAN's first step nu is 0
     record.beta2, record.weight = beta2, scalars.weight
-    record.lr = matrix.lr / (1 - beta1**t) if started else 0.0
-    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**t if started else 1.0)
+    record.lr = matrix.lr / (1 - beta1**t)
+    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**seen or 1.0)
     record.eps, record.factor, record.decay = matrix.group["eps"], factor, scalars.decay
     if scalars.noise is not None:
         noise = scalars.noise
@@ -120,13 +120,12 @@ def _lean(
         weights = sums.weights.contiguous()
         record.weights = weights.data_ptr()
     else:
-        assert matrix.exp_avg_sq_row is not None
-        record.exp_avg_sq_row = matrix.exp_avg_sq_row.data_ptr()
+        assert matrix.row_exp_avg_sq is not None
+        record.row_exp_avg_sq = matrix.row_exp_avg_sq.data_ptr()
         record.row_share = (1 - beta2) / matrix.hidden_size * scalars.factor**2
-        record.row_correction = 1 - beta2 ** (scalars.t + 1)
+        record.row_correction = 1 - beta2**scalars.t
         record.exponent = matrix.group["row_exponent"] / 2
-        if scalars.t:
-            record.lr *= (1 - beta2**scalars.t) ** -record.exponent
+        record.lr *= (1 - beta2 ** (scalars.t - 1) or 1.0) ** -record.exponent
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()
     record.finish = matrix.has_whole_rows and not matrix.row_ranks

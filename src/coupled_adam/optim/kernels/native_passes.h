@@ -468,8 +468,8 @@ static void NAME(lean_first)(GROUP *group, int64_t count) {
 
 /* A row's weight from its squares, and the new r; or the weight that is given. */
 static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares) {
-    if (u->exp_avg_sq_row == NULL) return ((const WIDE *)u->weights)[row];
-    WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
+    if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
+    WIDE *r = (WIDE *)u->row_exp_avg_sq + row;
     const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);
     *r = (WIDE)(u->beta2 * *r + share);
     return NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);

@@ -46,12 +46,12 @@ def check(matrix: CoupledMatrix) -> None:
         exp_avg=None,
         exp_avg_sq=nu,
         max_exp_avg_sq=None,
-        exp_avg_sq_row=r,
+        row_exp_avg_sq=r,
         mean_update=d,
         row_ranks=(),
         column_ranks=(),
     )
-    coupled = replace(lean, exp_avg=exp_avg, exp_avg_sq_row=None, mean_update=None)
+    coupled = replace(lean, exp_avg=exp_avg, row_exp_avg_sq=None, mean_update=None)
     apply(coupled, sum_squares(coupled, False), Scalars())
     apply(lean, None, Scalars())
 
@@ -159,7 +159,7 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
         *_strides(exp_avg),
         nu=matrix.exp_avg_sq,
         mean=matrix.mean_update,
-        r=None if weights is not None else matrix.exp_avg_sq_row,
+        r=None if weights is not None else matrix.row_exp_avg_sq,
         weights=weights,
         sums=sums,
         rows=rows,
@@ -344,7 +344,7 @@ def _finish(  # type: ignore[no-untyped-def]
         maximum = tl.load(max_exp_avg_sq + column, mask=inside, other=0.0)
         nu = tl.maximum(maximum, nu, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq + column, nu, mask=inside)
-    rate = _step_size(nu, t, lr, log_beta1, log_beta2, scale, eps)
+    rate = _step_size(nu, t, t, lr, log_beta1, log_beta2, scale, eps)
     tl.store(rates + column, rate, mask=inside)
 
 
@@ -451,16 +451,15 @@ def _lean(  # type: ignore[no-untyped-def]
     inside = column < columns
     second = tl.load(nu + column, mask=inside, other=0.0)
     known = tl.where(second == 0, 1.0, second)
-    rate = _step_size(known, t, lr, log_beta1, log_beta2, scale, eps)
+    t = _number(t)
+    rate = _step_size(known, t, t - 1, lr, log_beta1, log_beta2, scale, eps)
     if r is not None:
         mean_nu = tl.sum(second, axis=0) / columns
-        steps = _number(t).to(tl.float64)
-        correction = tl.where(steps == 0, 1.0, 1 - tl.exp(steps * log_beta2))
-        rho = tl.where(mean_nu == 0, 1.0, mean_nu) / correction.to(tl.float32)
+        rho = tl.where(mean_nu == 0, 1.0, mean_nu) / _correction(t - 1, log_beta2)
         rate *= _power(rho, exponent)
     rate = tl.where(second == 0, 0.0, rate)
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
-    row_correction = (1 - tl.exp((_number(t) + 1).to(tl.float64) * log_beta2)).to(tl.float32)
+    row_correction = _correction(t, log_beta2)
     update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     count = tl.zeros((ROWS,), dtype=tl.float32)
@@ -528,14 +527,17 @@ def _finish_lean(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _step_size(nu, t, lr, log_beta1, log_beta2, scale, eps):  # type: ignore[no-untyped-def]
-    """lr / (sqrt(scale nu / (1 - beta2^t)) + eps) / (1 - beta1^t); uncorrected at t = 0."""
-    # In float64, as 1 - beta^t loses five digits in float32.
+def _step_size(nu, t, seen, lr, log_beta1, log_beta2, scale, eps):  # type: ignore[no-untyped-def]
+    """lr / (sqrt(scale nu / (1 - beta2^seen)) + eps) / (1 - beta1^t); nu has seen so many."""
+    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, _correction(seen, log_beta2))) + eps
+    return tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), _correction(t, log_beta1)), denominator)
+
+
+@triton.jit
+def _correction(t, log_beta):  # type: ignore[no-untyped-def]
+    """1 - beta^t, but 1 at t = 0; in float64, as it loses five digits in float32."""
     t = _number(t).to(tl.float64)
-    correction1 = tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta1)).to(tl.float32)
-    correction2 = tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta2)).to(tl.float32)
-    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, correction2)) + eps
-    return tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), correction1), denominator)
+    return tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta)).to(tl.float32)
 
 
 @triton.jit

@@ -437,7 +437,7 @@ def rate_rule(steps: int) -> float:
 
 
 MULTIPLES = (0.25, 0.5, 1, 2, 4)
-"""What the rule's factor is multiplied with; a quarter and four times only beyond an edge."""
+"""What the rule's factor is multiplied with, as far as it is needed to find the lowest loss."""
 
 
 def _few_steps(steps: int, **overrides: Any) -> dict[str, Any]:
@@ -445,7 +445,8 @@ def _few_steps(steps: int, **overrides: Any) -> dict[str, Any]:
     return {
         "training.steps": steps,
         **overrides,
-        "training.evaluate_every": steps // 2,
+        "training.evaluate_every": steps,
+        "training.test_batches": 1,
         "training.warmup": min(100, steps // 6),
     }
 

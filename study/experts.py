@@ -8,6 +8,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import cross_entropy_by_sequence
 from coupled_adam.lab.training.variant import Variant
@@ -44,7 +45,7 @@ def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     return by_sequence + BALANCE * output.aux_loss if model.training else by_sequence
 
 
-def coupled_router(model: PreTrainedModel, recipe: Recipe, _: str) -> CoupledAdamW:
+def coupled_router(model: PreTrainedModel, recipe: Recipe, _: Arm) -> CoupledAdamW:
     """Coupled Adam for the embeddings and each router's matrix, with the usual weight decay."""
     options = recipe.training
     routers = {id(p) for p in router_matrices(model)}

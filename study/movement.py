@@ -167,12 +167,12 @@ def gradient(model: PreTrainedModel, matrix: Tensor, batches: Iterator[Tensor]) 
 
 def measure(recipe: Recipe, corpus: Corpus, seed: int, starts: frozenset[int]) -> list[Any]:
     """Train a run of the study, and return the results of the windows that begin at ``starts``."""
-    (arm,) = recipe.arms
+    (arm,) = recipe.arms.values()
     training = recipe.training
     seed_everything(seed, verbose=False)
     model = build_model(recipe)
     (matrix,) = embedding_parameters(model).values()
-    optimizer = recipe.arm(arm).optimizer(model, training)
+    optimizer = arm.build_optimizer(model, training)
     schedule = lr_scheduler(optimizer, recipe)
     rules = {name: Rule(options, matrix.detach()) for name, options in RULES.items()}
     bands = torch.from_numpy(frequency_bands(corpus.unigram_counts()))

@@ -7,7 +7,7 @@ and that the head of an untied model has one of its own.
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from coupled_adam.lab.arms import CoupledAdamArm, MuonArm
+from coupled_adam.lab.arms import Arm, CoupledAdamArm, MuonArm
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.variant import Variant
 
@@ -20,15 +20,15 @@ def with_rates(embeddings: float = 1.0, head: float = 1.0) -> Variant:
         head: that of the output embeddings, for a model that does not tie them.
     """
 
-    def build(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
-        training, options = recipe.training, recipe.arm(arm)
+    def build(model: PreTrainedModel, recipe: Recipe, arm: Arm) -> Optimizer:
+        training = recipe.training
         muon = MuonArm(coupled=False, lr_factor=embeddings)
-        if isinstance(options, CoupledAdamArm):
+        if isinstance(arm, CoupledAdamArm):
             muon = MuonArm(
-                lr_factor=embeddings, row_exponent=options.row_exponent, zero_sum=options.zero_sum
+                lr_factor=embeddings, row_exponent=arm.row_exponent, zero_sum=arm.zero_sum
             )
         rates = {} if recipe.model.tied else {"head_lr": head * training.lr}
-        optimizer = muon.optimizer(model, training, **rates)
+        optimizer = muon.build_optimizer(model, training, **rates)
         (*_, positions) = optimizer.param_groups
         positions["lr"] = embeddings * training.lr
         return optimizer

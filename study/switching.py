@@ -4,13 +4,14 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.variant import Variant
 
 from .alternatives import recenter
 
 
-def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: str) -> Optimizer:
+def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: Arm) -> Optimizer:
     """AdamW, as a CoupledAdamW without coupled groups, which :func:`couple` can switch."""
     options = recipe.training
     groups = param_groups(model, weight_decay=options.weight_decay)

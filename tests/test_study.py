@@ -10,11 +10,9 @@ import pytest
 import torch
 from study import experts, figures, masked_lm, rows, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
-from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
 from study.evaluation import second_moment_fit
 from study.head import FAST
-from study.peers import RULES, peer
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 
@@ -70,42 +68,6 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
         )
     assert ("second_moment" in found) == (arm is ADAMW)
     assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
-
-
-@pytest.mark.parametrize("exponent", [0.5, 1.0])
-def test_zero_sum_adamw(exponent):
-    """For a = 1 Adam's own update without its mean; other groups are AdamW's."""
-    torch.manual_seed(0)
-    p, q, other, control = (
-        torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64)) for _ in range(4)
-    )
-    with torch.no_grad():
-        q.copy_(p)
-        control.copy_(other)
-    options = {"lr": 1e-2, "betas": (0.8, 0.9)}
-    group = {"params": [p], "exponent": exponent, "weight_decay": 0.0}
-    ours = ZeroSumAdamW([group, {"params": [other]}], **options)
-    torchs = torch.optim.AdamW([control], **options)
-    m, v = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(5, 3, dtype=torch.float64)
-    for t in range(1, 6):
-        g, control.grad = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3).double()
-
-        def backward(g=g):
-            ours.zero_grad()  # as Lightning, within the step
-            p.grad = g if p.grad is None else p.grad + g
-            other.grad = control.grad.clone()
-            return 1.25
-
-        assert ours.step(backward) == 1.25
-        torchs.step()
-        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-        v_hat = v / (1 - 0.9**t)
-        denominator = v_hat.mean(0) ** ((1 - exponent) / 2) * v_hat ** (exponent / 2) + 1e-8
-        update = m / (1 - 0.8**t) / denominator
-        with torch.no_grad():
-            q -= 1e-2 * (update - update.mean(0))
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
-    assert torch.equal(other, control)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -194,50 +156,6 @@ def test_bands_of_frequency_double():
     assert (np.diff(bands[np.argsort(-counts)]) >= 0).all()
 
 
-UPDATES = {
-    "row_moment": lambda g, m, v: m / np.sqrt(v.mean(1, keepdims=True)),
-    "sign": lambda g, m, v: np.sign(m),
-    "matrix": lambda g, m, v: m * np.sqrt(m.size) / np.linalg.norm(m),
-    "rows": lambda g, m, v: m * np.sqrt(m.shape[1]) / np.linalg.norm(m, axis=1, keepdims=True),
-    "columns": lambda g, m, v: m * np.sqrt(m.shape[0]) / np.linalg.norm(m, axis=0, keepdims=True),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("beta1", [0.0, 0.9])
-def test_peers_update_as_their_papers_say(base, rule, beta1):
-    """The embeddings alone, from the history of the gradients; all others are AdamW's."""
-    options = {"optimizer": "adamw", "beta1": beta1, "beta2": 0.99, "lr_factor": 3}
-    recipe = override(base, {"arms": {"x": options}})
-    torch.manual_seed(0)
-    models = [build_model(recipe).double() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    ours = peer(rule).build_optimizer(models[0], recipe, "x")
-    adamw = recipe.arm("x").optimizer(models[1], recipe.training)
-    matrix, history = output_embeddings(models[0]), []
-    for step in range(1, 4):
-        before = matrix.detach().numpy().copy()
-        for p, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            p.grad = torch.randn_like(p)
-            theirs.grad = p.grad.clone()
-        ours.step()
-        adamw.step()
-        history.append(matrix.grad.numpy())
-        update = (before - matrix.detach().numpy()) / (3 * base.training.lr)
-        ages = np.arange(step)[::-1, None, None]
-        m = ((1 - beta1) * beta1**ages * history).sum(0)
-        v = (0.01 * 0.99**ages * np.square(history)).sum(0) / (1 - 0.99**step)
-        if rule == "lion":
-            gradient, old = history[-1], (0.01 * 0.99 ** (ages - 1) * history)[:-1].sum(0)
-            expected = np.sign(beta1 * old + (1 - beta1) * gradient)
-        else:
-            corrected = m / (1 - beta1**step) if rule == "row_moment" else m
-            expected = UPDATES[rule](history[-1], corrected, v)
-        np.testing.assert_allclose(update, expected, rtol=1e-5)
-    for (name, p), theirs in zip(models[0].named_parameters(), models[1].parameters()):
-        assert torch.equal(p, theirs) == (p is not matrix), name
-
-
 def test_alternatives_are_what_their_papers_say(base, tmp_path):
     torch.manual_seed(0)
     model = build_model(base)
@@ -275,9 +193,9 @@ def test_coupled_router_keeps_its_mean(base):
     recipe = override(base, {"arms": {"coupled_adam": COUPLED}, "training.weight_decay": 0.0})
     model = experts.build(recipe)
     model.train(False)  # without the load-balancing loss, which is not a function of the softmax
-    optimizer = experts.coupled_router(model, recipe, "coupled_adam")
+    optimizer = experts.coupled_router(model, recipe, recipe.arms["coupled_adam"])
     (router,) = experts.router_matrices(model)
-    (plain,) = (recipe.arm("coupled_adam").optimizer(model, recipe.training),)
+    (plain,) = (recipe.arms["coupled_adam"].build_optimizer(model, recipe.training),)
     means = []
     for step in (optimizer, plain):
         before = router.detach().mean(0)

@@ -11,7 +11,7 @@ from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
 from coupled_adam.cli import main
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import meanings
-from coupled_adam.lab.arms import OPTIMIZERS
+from coupled_adam.lab.arms import ARMS
 from coupled_adam.lab.models import build_model, count_parameters, parameters
 from coupled_adam.lab.recipe import (
     load_recipe,
@@ -78,7 +78,7 @@ def test_a_recipe_builds_the_model_it_claims(name):
     assert count_parameters(model) == pytest.approx(size, rel=0.07 if size < 50e6 else 0.03)
     assert model.config.max_position_embeddings == recipe.training.sequence_length
     for arm in recipe.arms:
-        recipe.arm(arm).optimizer(model, recipe.training)
+        recipe.arms[arm].build_optimizer(model, recipe.training)
     assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
 
 
@@ -101,7 +101,7 @@ def test_any_causal_architecture_of_transformers(architecture):
     assert torch.equal(*losses)
     losses[0].mean().backward()
     for arm in recipe.arms:
-        recipe.arm(arm).optimizer(model, recipe.training).step()
+        recipe.arms[arm].build_optimizer(model, recipe.training).step()
     assert set(embedding_parameters(model).values()) == {
         head,
         model.get_input_embeddings().weight,
@@ -181,7 +181,7 @@ def test_without_biases_is_without():
     assert len(biases) == 2 * 6 + 1
     ids = torch.arange(20).view(1, 20)
     model(input_ids=ids, labels=ids).loss.backward()
-    optimizer = recipe.arm("coupled_adam").optimizer(model, recipe.training)
+    optimizer = recipe.arms["coupled_adam"].build_optimizer(model, recipe.training)
     before = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
@@ -190,14 +190,14 @@ def test_without_biases_is_without():
 
 def test_scaled_and_sgd_arms():
     scaled = load_recipe("124M-20B-scaled")
-    scales = [scaled.arms[f"coupled_adam_n{n}"]["second_moment_scale"] for n in range(-5, 6)]
+    scales = [scaled.arms[f"coupled_adam_n{n}"].second_moment_scale for n in range(-5, 6)]
     assert scales == [2.0**-n for n in range(-5, 6)]
-    assert scaled.arm("coupled_adam_n3").label == "Coupled Adam, n = 3"
-    assert scaled.arm("coupled_adam_n0").label == "Coupled Adam"
+    assert scaled.arms["coupled_adam_n3"].label == "Coupled Adam, n = 3"
+    assert scaled.arms["coupled_adam_n0"].label == "Coupled Adam"
     sgd = load_recipe("124M-20B-sgd")
-    factors = [arm["lr_factor"] for arm in sgd.arms.values() if arm["optimizer"] == "sgd"]
+    factors = [arm.lr_factor for arm in sgd.arms.values() if arm.optimizer == "sgd"]
     assert factors == [100, 200, 300, 400, 500, 600]
-    assert sgd.arm("sgd_f300").label == "SGD, f = 300"
+    assert sgd.arms["sgd_f300"].label == "SGD, f = 300"
 
 
 @pytest.mark.parametrize("kind", ["adamw", "coupled_adam"])
@@ -206,10 +206,10 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5, "lr": 0.25}
     options |= {"beta1": 0, "beta2": 0.999}
     recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
-    label = recipe.arm("x").label
+    label = recipe.arms["x"].label
     assert label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999, lr 0.25")
     model = build_model(recipe)
-    optimizer = recipe.arm("x").optimizer(model, recipe.training)
+    optimizer = recipe.arms["x"].build_optimizer(model, recipe.training)
     found = {
         id(p): (g["lr"], g["weight_decay"], g.get("betas", optimizer.defaults["betas"]))
         for g in optimizer.param_groups
@@ -232,10 +232,10 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
 
 def test_lean_is_the_optimizers_lean():
     recipe = override(load_recipe("tiny"), {"arms": {"x": {"optimizer": "lean", "lr_factor": 8}}})
-    assert recipe.arm("x").label == "LEAN, f = 8"
-    assert OPTIMIZERS["lean"]().lr_factor == LEAN["lr_factor"]
+    assert recipe.arms["x"].label == "LEAN, f = 8"
+    assert ARMS["lean"]().lr_factor == LEAN["lr_factor"]
     model = build_model(recipe)
-    optimizer = recipe.arm("x").optimizer(model, recipe.training)
+    optimizer = recipe.arms["x"].build_optimizer(model, recipe.training)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -260,7 +260,7 @@ def test_muon_has_the_hidden_matrices(coupled, decay_positions):
     }
     recipe = override(load_recipe("tiny"), values)
     model = build_model(recipe)
-    groups = recipe.arm("muon").optimizer(model, recipe.training).param_groups
+    groups = recipe.arms["muon"].build_optimizer(model, recipe.training).param_groups
     hidden = {n for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
     assert set(groups[0]["param_names"]) == hidden
     options = {name: group for group in groups for name in group["param_names"]}
@@ -273,7 +273,7 @@ def test_muon_has_the_hidden_matrices(coupled, decay_positions):
     assert positions["weight_decay"] == (recipe.training.weight_decay if decay_positions else 0)
     assert not any(group["coupled"] for group in options.values())
     assert {group["lr"] for group in options.values()} == {recipe.training.lr}
-    assert recipe.arm("muon").label.startswith(
+    assert recipe.arms["muon"].label.startswith(
         f"Muon with {'Coupled Adam' if coupled else 'AdamW'}"
     )
 
@@ -283,7 +283,7 @@ def test_couple_one_side_of_an_untied_model(couple):
     values = {"model.tied": False, "arms.coupled_adam.couple": couple}
     recipe = override(load_recipe("tiny"), values)
     model = build_model(recipe)
-    optimizer = recipe.arm("coupled_adam").optimizer(model, recipe.training)
+    optimizer = recipe.arms["coupled_adam"].build_optimizer(model, recipe.training)
     assert isinstance(optimizer, CoupledAdamW)
     coupled = [n for g in optimizer.param_groups if g["coupled"] for n in g["param_names"]]
     assert coupled == list(embedding_parameters(model, couple=couple))
@@ -304,7 +304,7 @@ def test_what_decays(name):
         exempt += ("wpe.weight",)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for arm in recipe.arms:
-        optimizer = recipe.arm(arm).optimizer(model, recipe.training)
+        optimizer = recipe.arms[arm].build_optimizer(model, recipe.training)
         decays = {
             name: group["weight_decay"]
             for group in optimizer.param_groups
@@ -321,7 +321,7 @@ def quadratic(kind, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).double()
     recipe = load_recipe("tiny")
-    optimizer = OPTIMIZERS[kind](**options).optimizer(model, recipe.training)
+    optimizer = ARMS[kind](**options).build_optimizer(model, recipe.training)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     history = []
 
@@ -380,10 +380,10 @@ def given(*words):
         ("model.n_positions=32", "training.sequence_length=64 must not exceed model.n_position"),
         ("training.tokens=3", "give one of training.steps and training.tokens"),
         ("data.text=a data.hub=b", "data.text and data.hub exclude each other"),
-        ("arms.third.optimizer=adam", "arms.third.optimizer='adam' must be one of adamw"),
-        ("arms.half.row_exponent=0.5", "the recipe has the arms adamw, coupled_adam, half"),
+        ("arms.third={optimizer: adam}", "arms.third.optimizer='adam' must be one of adamw"),
+        ("arms.half.row_exponent=0.5", "there is no half; there are adamw, coupled_adam"),
         ("arms.adamw.lr_factor=[]", "arms.adamw.lr_factor=[] must have at least one value"),
-        ("arms.adamw-2.optimizer=adamw arms.adamw.lr_factor=[1,2]", "would be called adamw-2"),
+        ("arms.adamw-2={optimizer: adamw} arms.adamw.lr_factor=[1,2]", "would be called adamw-2"),
         ("arms.coupled_adam.row_expo=2", "arms.coupled_adam: row_expo is no key: did you mean r"),
         ("arms.coupled_adam.couple=input", "couple=input needs model.tied=false"),
         ("arms.x={optimizer: muon, coupled: false, zero_sum: true}", "need coupled=true"),
@@ -407,8 +407,9 @@ def test_lists_of_values_make_arms():
         f"coupled_adam-{i}" for i in (1, 2, 3, 4)
     ]
     last = recipe.arms["coupled_adam-4"]
-    assert last == {"optimizer": "coupled_adam", "lr_factor": 4, "lr": 0.01}
-    assert recipe.arm("coupled_adam-3").label == "Coupled Adam, f = 4, lr 0.001"
+    assert last == ARMS["coupled_adam"](lr_factor=4, lr=0.01)
+    assert last.options == {"lr_factor": 4, "lr": 0.01}
+    assert recipe.arms["coupled_adam-3"].label == "Coupled Adam, f = 4, lr 0.001"
     assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
 
 
@@ -477,7 +478,7 @@ def test_a_recipe_is_printed_with_the_meaning_of_each_key(name, capsys):
         for key, meaning in meanings(type(section)).items():
             assert meaning, key
             assert meaning in " ".join(line.removeprefix("# ") for line in lines)
-    for options in OPTIMIZERS.values():
+    for options in ARMS.values():
         assert all(meanings(options).values()), options
 
 

@@ -408,7 +408,7 @@ def test_models_may_be_gone(comparison):
 @pytest.mark.pixels
 def test_several_recipes_and_sweeps(tmp_path, recipe):
     arms = {
-        **recipe.arms,
+        **recipe.to_dict()["arms"],
         **{
             f"n{n}": {"optimizer": "coupled_adam", "second_moment_scale": 2.0**-n}
             for n in (-2, -1, 1, 2, 10)

@@ -43,13 +43,11 @@ class Options(RunOptions):
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
-        from coupled_adam.lab.recipe import override
-
         seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
         if self.seeds is not None and len(seeds) == 1:  # how many there are
             seeds = list(range(1, seeds[0] + 1))
         arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
-        return override(recipe, {"arms": arms, "seeds": seeds})
+        return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
 
 def run(options: Options) -> None:

@@ -52,7 +52,7 @@ def run(options: Options) -> None:
 
 def explained(recipe: Recipe) -> str:
     """The recipe as YAML, with the meaning of each key in a comment above it."""
-    from coupled_adam.lab.arms import OPTIMIZERS
+    from coupled_adam.lab.arms import ARMS
 
     lines: list[str] = []
     values = recipe.to_dict()
@@ -64,7 +64,7 @@ def explained(recipe: Recipe) -> str:
                 lines += _commented({name: values[key][name]}, text, "  ")
         else:
             lines += _commented({key: values.get(key)}, meaning)
-    for optimizer, arm in OPTIMIZERS.items():
+    for optimizer, arm in ARMS.items():
         lines.append(f"# The options of an arm with optimizer: {optimizer}")
         for name, text in meanings(arm).items():
             lines += textwrap.wrap(

@@ -1,9 +1,10 @@
 """The arms of a comparison: different optimizers for the token embeddings.
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
-a small class whose fields are its options in a recipe, with types that hold their bounds; to add
-one, write the class and add it to :data:`OPTIMIZERS`. torch is imported only when an optimizer is
-created, as checking and listing recipes does not need it.
+a small class: its fields are its options in a recipe, with types that hold their bounds, and its
+one method builds its optimizer. To add one, write the class and add it to :data:`ARMS`; another
+rule for the embeddings alone is a function in :mod:`coupled_adam.lab.table_rules` instead. torch is
+imported only when an optimizer is built, as checking and listing recipes does not need it.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from coupled_adam.fields import Beta, NotNegative, Positive, Share, require
+from coupled_adam.errors import UsageError, did_you_mean, refused
+from coupled_adam.fields import Beta, NotNegative, Positive, Share, checked, require
 from coupled_adam.lab.sections import Training
 
 if TYPE_CHECKING:
@@ -20,28 +22,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from coupled_adam.optim.param_groups import ParamGroups
-
-
-def expanded(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Arms whose options have one value each, from arms whose options may be lists of values.
-
-    An arm with lists becomes one arm for each combination of their values. These are numbered, as
-    in lean-1 and lean-2, since a run's folder is named after its arm.
-
-    Raises:
-        UsageError: a list is empty, or a numbered arm has the name of another arm.
-    """
-    single: dict[str, Any] = {}
-    for name, options in arms.items():
-        pairs = options.items() if isinstance(options, dict) else ()
-        lists = {key: values for key, values in pairs if isinstance(values, list)}
-        for key, values in lists.items():
-            require(values, f"arms.{name}.{key}=[] must have at least one value")
-        for number, combination in enumerate(itertools.product(*lists.values()), 1):
-            copy = f"{name}-{number}" if lists else name
-            require(copy not in single, f"arms: two would be called {copy}: rename one of them")
-            single[copy] = {**options, **dict(zip(lists, combination))} if lists else options
-    return single
 
 
 _SHOWN: dict[str, Callable[[Any], str]] = {
@@ -67,99 +47,81 @@ class Arm:
     """
 
     name: ClassVar[str]
+    optimizer: str
     lr_factor: Positive = 1.0
     lr: Positive | None = None
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {field.name: x for field, x in values.items() if x != field.default}
+
+    @property
     def label(self) -> str:
-        """The arm's name in tables and figures, and the options that differ from their defaults."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        values = {option: getattr(self, option) for option in _SHOWN if option in defaults}
-        shown = [_SHOWN[key](value) for key, value in values.items() if value != defaults[key]]
+        """The arm's name in tables and figures, and its options."""
+        options = self.options
+        shown = [show(options[option]) for option, show in _SHOWN.items() if option in options]
         return ", ".join([self.name, *shown])
 
     def rate(self, training: Training) -> float:
         """The learning rate of all parameters except the embeddings."""
         return training.lr if self.lr is None else self.lr
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create the arm's optimizer for the trainable parameters of a model."""
-        from coupled_adam import CoupledAdamW
-
-        groups = self.groups(model, training)
-        return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
-
-    def embeddings(self, training: Training) -> dict[str, Any]:
-        """The options of the token embeddings alone, as in :func:`coupled_adam.param_groups`."""
-        return {"lr": self.lr_factor * self.rate(training)}
-
-    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
-        """The groups of :func:`coupled_adam.param_groups`; positions decay if they are to."""
-        from coupled_adam import param_groups
-
-        decay, embeddings = training.weight_decay, self.embeddings(training)
-        if not training.decay_positions:
-            return param_groups(model, embeddings, weight_decay=decay, **options)
-        positions = _positions(model, decay)
-        options["exclude"] = positions["params"]
-        groups = param_groups(model, embeddings, weight_decay=decay, **options)
-        if positions["params"]:
-            groups.append(positions)
-        return groups
-
-
-def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
-    """A group of the trained tables of embeddings that are not of tokens."""
-    from torch import nn
-
-    from coupled_adam import embedding_parameters
-
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables -= {*embedding_parameters(model).values()}
-    named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
-    names = {"params": [*named.values()], "param_names": [*named]}
-    return {**names, "coupled": False, "weight_decay": weight_decay}
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamWArm(Arm):
+class _ArmWithBetas(Arm):
+    """An arm whose embeddings may have other betas than the rest.
+
+    beta1, beta2: the betas of the token embeddings; null means the optimizer's own, which for adamw
+        and coupled_adam are the training's.
+    """
+
+    beta1: Beta | None = None
+    beta2: Beta | None = None
+
+    def for_embeddings(self, training: Training, betas: tuple[float, float]) -> dict[str, Any]:
+        """The embeddings' rate and betas, of which ``betas`` are the usual ones."""
+        own = self.beta1, self.beta2
+        return {
+            "lr": self.lr_factor * self.rate(training),
+            "betas": tuple(usual if beta is None else beta for beta, usual in zip(own, betas)),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamWArm(_ArmWithBetas):
     """AdamW for all parameters.
 
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
-    beta1, beta2: the betas of the token embeddings; null means the training's.
     """
 
     name = "AdamW"
+    optimizer: Literal["adamw"] = "adamw"
     embedding_weight_decay: NotNegative = 0.0
-    beta1: Beta | None = None
-    beta2: Beta | None = None
 
-    def embeddings(self, training: Training) -> dict[str, Any]:
-        """The rate and the betas."""
-        own = self.beta1, self.beta2
-        betas = tuple(usual if b is None else b for b, usual in zip(own, training.betas))
-        return {**super().embeddings(training), "betas": betas}
-
-    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
-        """The groups, with the embeddings' weight decay."""
-        decay = {"embedding_weight_decay": self.embedding_weight_decay}
-        return super().groups(model, training, **decay, **options)
-
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create torch's AdamW with the groups that Coupled Adam has."""
         from torch.optim import AdamW
 
-        groups = self.groups(model, training)
+        embeddings = self.for_embeddings(training, training.betas)
+        decay = self.embedding_weight_decay
+        groups = _param_groups(model, training, embeddings, embedding_weight_decay=decay)
         for group in groups:
             del group["coupled"]
         return AdamW(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CoupledAdamArm(AdamWArm):
+class CoupledAdamArm(_ArmWithBetas):
     """Coupled Adam for the token embeddings, which are those that the other options are about.
 
+    embedding_weight_decay: as for adamw.
     second_moment_scale: the factor 2^-n of Sec. 6.1.
     row_exponent: 0 to 1: how far each token has a step size of its own; beyond the paper.
     zero_sum: whether the updates leave the mean of the embeddings where it is; beyond the paper.
@@ -167,35 +129,41 @@ class CoupledAdamArm(AdamWArm):
     """
 
     name = "Coupled Adam"
+    optimizer: Literal["coupled_adam"] = "coupled_adam"
+    embedding_weight_decay: NotNegative = 0.0
     second_moment_scale: Positive = 1.0
     row_exponent: Share = 0.0
     zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
 
-    optimizer = Arm.optimizer
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create CoupledAdamW, in which the chosen matrices are coupled."""
+        from coupled_adam import CoupledAdamW
 
-    def embeddings(self, training: Training) -> dict[str, Any]:
-        """AdamW's options, and Coupled Adam's own."""
         names = ("second_moment_scale", "row_exponent", "zero_sum")
-        return super().embeddings(training) | {name: getattr(self, name) for name in names}
-
-    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
-        """AdamW's groups, in which the chosen matrices are coupled."""
-        return super().groups(model, training, couple=self.couple, **options)
+        embeddings = self.for_embeddings(training, training.betas)
+        embeddings |= {name: getattr(self, name) for name in names}
+        options = {"embedding_weight_decay": self.embedding_weight_decay, "couple": self.couple}
+        groups = _param_groups(model, training, embeddings, **options)
+        return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LeanArm(Arm):
+class LeanArm(_ArmWithBetas):
     """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``."""
 
     name = "LEAN"
+    optimizer: Literal["lean"] = "lean"
     lr_factor: Positive = 2.0
 
-    def embeddings(self, training: Training) -> dict[str, Any]:
-        """LEAN's options, with the arm's rate."""
-        from coupled_adam import LEAN
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create CoupledAdamW with LEAN's options for the embeddings."""
+        from coupled_adam import LEAN, CoupledAdamW
 
-        return LEAN | {"lr_factor": self.lr_factor}
+        embeddings = {key: value for key, value in LEAN.items() if key != "lr_factor"}
+        embeddings |= self.for_embeddings(training, LEAN["betas"])
+        groups = _param_groups(model, training, embeddings)
+        return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,17 +171,56 @@ class SGDArm(Arm):
     """SGD with momentum 0.9 for the token embeddings (Algorithm 2)."""
 
     name = "SGD"
+    optimizer: Literal["sgd"] = "sgd"
     lr_factor: Positive = dataclasses.field()  # there is no usual one
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
-        from coupled_adam.lab.embedding_sgd import EmbeddingSGD
+        rule = TableRuleArm(rule="sgd", lr_factor=self.lr_factor, lr=self.lr)
+        return rule.build_optimizer(model, training)
 
-        groups = self.groups(model, training)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRuleArm(_ArmWithBetas):
+    """Another rule for the token embeddings, from ``coupled_adam.lab.table_rules``.
+
+    rule: its name there, such as ember or adafactor.
+    rule_options: options of the rule that differ from its defaults.
+    """
+
+    name = "Rule"
+    optimizer: Literal["table_rule"] = "table_rule"
+    rule: str
+    # A dict has no hash, by which a data frame groups arms.
+    rule_options: dict[str, bool | float] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a rule, or an option of it, that does not exist."""
+        from coupled_adam.lab.table_rules import RULES
+
+        require(self.rule in RULES, f"rule={self.rule}: {did_you_mean(self.rule, RULES)}")
+        has = RULES[self.rule].options
+        for option in self.rule_options:
+            hint = did_you_mean(option, has, f"{self.rule} has no options")
+            require(option in has, f"rule_options.{option} is no option of {self.rule}: {hint}")
+
+    @property
+    def label(self) -> str:
+        """The rule's name, and the options."""
+        options = [f"{key} {value:g}" for key, value in self.rule_options.items()]
+        return ", ".join([super().label.replace(self.name, self.rule, 1), *options])
+
+    def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create an AdamW that uses the rule for the group of the token embeddings."""
+        from coupled_adam.lab.table_rules import RULES, TableRuleAdamW
+
+        rule = RULES[self.rule]
+        embeddings = self.for_embeddings(training, rule.betas)
+        groups = _param_groups(model, training, embeddings)
         for group in groups:
             if group.pop("coupled"):
-                group["momentum"] = 0.9
-        return EmbeddingSGD(groups, self.rate(training), training.betas, training.eps)
+                group |= {"rule": self.rule, **rule.options, **self.rule_options}
+        return TableRuleAdamW(groups, self.rate(training), training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,6 +235,7 @@ class MuonArm(Arm):
     """
 
     name = "Muon"
+    optimizer: Literal["muon"] = "muon"
     coupled: bool = True
     row_exponent: Share = 0.0
     zero_sum: bool = False
@@ -243,7 +251,7 @@ class MuonArm(Arm):
         others = "Coupled Adam" if self.coupled else "AdamW"
         return super().label.replace("Muon", f"Muon with {others}", 1)
 
-    def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
+    def build_optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
         """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
@@ -267,11 +275,70 @@ class MuonArm(Arm):
         return optimizer
 
 
-OPTIMIZERS: dict[str, type[Arm]] = {
-    "adamw": AdamWArm,
-    "coupled_adam": CoupledAdamArm,
-    "lean": LeanArm,
-    "sgd": SGDArm,
-    "muon": MuonArm,
+ARMS: dict[str, type[Arm]] = {
+    arm.optimizer: arm for arm in (AdamWArm, CoupledAdamArm, LeanArm, SGDArm, TableRuleArm, MuonArm)
 }
-"""The arms' classes, by the value of ``optimizer`` in a recipe."""
+"""The classes of arms, by the value of ``optimizer`` in a recipe."""
+
+
+def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
+    """Create the arms of a recipe from their plain options, which may be lists of values.
+
+    An arm with lists becomes one arm for each combination of their values. These are numbered, as
+    in lean-1 and lean-2, since a run's folder is named after its arm.
+
+    Raises:
+        UsageError: an option is unknown or has a wrong value, or two arms have one name.
+    """
+    arms: dict[str, Arm] = {}
+    for name, options in plain.items():
+        require(
+            isinstance(options, dict),
+            f"arms.{name}={options!r} must be an optimizer and its options, such as "
+            "{optimizer: lean, lr_factor: 4}",
+        )
+        lists = {key: values for key, values in options.items() if isinstance(values, list)}
+        for key, values in lists.items():
+            require(values, f"arms.{name}.{key}=[] must have at least one value")
+        for number, combination in enumerate(itertools.product(*lists.values()), 1):
+            copy = f"{name}-{number}" if lists else name
+            require(copy not in arms, f"arms: two would be called {copy}: rename one of them")
+            single = {**options, **dict(zip(lists, combination))}
+            optimizer = single.get("optimizer")
+            require(
+                str(optimizer) in ARMS,
+                f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}",
+            )
+            with refused(f"arms.{name}: ", UsageError):
+                arms[copy] = checked(ARMS[str(optimizer)], single)
+    return arms
+
+
+def _param_groups(
+    model: "nn.Module", training: Training, embeddings: Mapping[str, Any], **options: Any
+) -> "ParamGroups":
+    """The groups of :func:`coupled_adam.param_groups`; positions decay if they are to."""
+    from coupled_adam import param_groups
+
+    decay = training.weight_decay
+    if not training.decay_positions:
+        return param_groups(model, embeddings, weight_decay=decay, **options)
+    positions = _positions(model, decay)
+    options["exclude"] = positions["params"]
+    groups = param_groups(model, embeddings, weight_decay=decay, **options)
+    if positions["params"]:
+        groups.append(positions)
+    return groups
+
+
+def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
+    """A group of the trained tables of embeddings that are not of tokens."""
+    from torch import nn
+
+    from coupled_adam import embedding_parameters
+
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {*embedding_parameters(model).values()}
+    named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
+    names = {"params": [*named.values()], "param_names": [*named]}
+    return {**names, "coupled": False, "weight_decay": weight_decay}

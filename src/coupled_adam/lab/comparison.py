@@ -5,6 +5,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
         return recipe
     joined = recipe.joined(stored)
     # Arms and seeds may be more; all else, and the arms that both have, must be the same.
-    there = {**stored.to_dict(), "seeds": joined.seeds, "arms": {**joined.arms, **stored.arms}}
+    there = dataclasses.replace(
+        stored, seeds=joined.seeds, arms={**joined.arms, **stored.arms}
+    ).to_dict()
     different = ", ".join(
         f"{key}={there!r} there, {here!r} here"
         for key, (there, here) in differences(there, joined.to_dict()).items()

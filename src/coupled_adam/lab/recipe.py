@@ -8,6 +8,7 @@ are applied last.
 import copy
 import dataclasses
 import fnmatch
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, InstanceOf
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line, refused
 from coupled_adam.fields import Seed, checked, require
-from coupled_adam.lab.arms import OPTIMIZERS, Arm, expanded
+from coupled_adam.lab.arms import Arm, arms_from
 from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
@@ -46,7 +47,7 @@ class Recipe:
     model: Model
     data: Data
     training: Training
-    arms: Annotated[dict[_ArmName, dict[str, Any]], Field(min_length=1)]
+    arms: Annotated[dict[_ArmName, InstanceOf[Arm]], Field(min_length=1)]
     seeds: Annotated[list[Seed], Field(min_length=1)]
     variant: Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")] | None = None
 
@@ -58,8 +59,8 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(len({*self.seeds}) == len(self.seeds), f"seeds={self.seeds} must be different")
-        for name in self.arms:
-            couple = getattr(self.arm(name), "couple", "both")
+        for name, arm in self.arms.items():
+            couple = getattr(arm, "couple", "both")
             require(
                 couple == "both" or not self.model.tied,
                 f"arms.{name}.couple={couple} needs model.tied=false: with input and output "
@@ -87,18 +88,6 @@ class Recipe:
         """The number of warmup steps."""
         warmup = self.training.warmup
         return int(warmup) if warmup >= 1 else round(warmup * self.steps)
-
-    def arm(self, name: str) -> Arm:
-        """Create the arm of that name from its options."""
-        options = dict(self.arms[name])
-        kind = options.pop("optimizer", None)
-        require(
-            str(kind) in OPTIMIZERS,
-            f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}; the recipe "
-            f"has the arms {', '.join(self.arms)}",
-        )
-        with refused(f"arms.{name}: ", UsageError):
-            return checked(OPTIMIZERS[str(kind)], options)
 
     def only(self, arm: str, seed: int) -> "Recipe":
         """The recipe of a single run, which does not depend on the other arms and seeds."""
@@ -151,7 +140,11 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
             if "*" in place:
                 names = fnmatch.filter(targets[0], place)
                 require(names, f"{key} matches nothing: there are {', '.join(targets[0])}")
-            targets = [target.setdefault(name, {}) for target in targets for name in names]
+            for target, name in itertools.product(targets, names):
+                require(
+                    name in target, f"{key}: there is no {place}; {did_you_mean(place, target)}"
+                )
+            targets = [target[name] for target in targets for name in names]
             require(
                 all(isinstance(target, dict) for target in targets),
                 f"{key}: {place} has no keys of its own",
@@ -185,7 +178,7 @@ def recipe_from(values: Any, source: str) -> Recipe:
     """
     with refused(f"{source}: ", UsageError):
         if isinstance(values, dict) and isinstance(values.get("arms"), dict):
-            values = {**values, "arms": expanded(values["arms"])}
+            values = {**values, "arms": arms_from(values["arms"])}
         return checked(Recipe, values)
 
 

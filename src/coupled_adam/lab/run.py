@@ -12,6 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import load_embeddings
+from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
@@ -31,17 +32,17 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The content of ``config.yaml``: the same whatever the run is compared with."""
-        own = {"arms": {self.arm: self.options}, "seeds": [self.seed]}
-        return {"arm": self.arm, "seed": self.seed, "recipe": {**self.recipe.to_dict(), **own}}
+        recipe = self.recipe.only(self.arm, self.seed)
+        return {"arm": self.arm, "seed": self.seed, "recipe": recipe.to_dict()}
 
     @property
     def label(self) -> str:
         """The arm's name in tables and pictures."""
-        return self.recipe.arm(self.arm).label
+        return self.setup.label
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The arm's optimizer and options, as the recipe has them."""
+    def setup(self) -> Arm:
+        """The arm itself: its optimizer with all options."""
         return self.recipe.arms[self.arm]
 
     @functools.cached_property

@@ -119,9 +119,9 @@ def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFram
     Unscaled Coupled Adam has scale 1; of a scale, ``x`` is the binary logarithm, negated.
     """
     runs = experiment[experiment.optimizer == optimizer]
-    alone = runs.run.map(lambda run: run.options.keys() <= {"optimizer", option})
+    alone = runs.setup.map(lambda arm: arm.options.keys() <= {option})
     runs = runs[alone.astype(bool)]
-    values = np.array([float(run.options.get(option, 1.0)) for run in runs.run])
+    values = np.array([getattr(arm, option) for arm in runs.setup], float)
     x = -np.log2(values) if option == "second_moment_scale" else values
     return runs.assign(x=x).sort_values("x")
 

@@ -11,7 +11,7 @@ import yaml
 
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.arms import AdamWArm, Arm
 from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.runs import CONFIG
@@ -82,7 +82,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     runs.sort(key=_order)
     frame = frame_of(runs)
     # Counting a run twice would make p too small.
-    first = frame.groupby(["experiment", "setup", "seed"]).run.transform("first")
+    first = frame.groupby(["experiment", "setup", "seed"], sort=False).run.transform("first")
     for run, counted in zip(frame.run, first):
         if run is not counted:
             left_out[run.folder] = f"the same arm and seed as {counted.folder}"
@@ -109,8 +109,8 @@ def _row(run: Run) -> dict[str, Any]:
         "experiment": run.recipe.name,
         "arm": run.arm,
         "label": run.label,
-        "optimizer": run.options["optimizer"],
-        "setup": repr(run.recipe.arm(run.arm)),
+        "optimizer": run.setup.optimizer,
+        "setup": run.setup,
         "seed": run.seed,
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
@@ -136,9 +136,9 @@ def _check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def _baseline(experiment: pd.DataFrame) -> str | None:
+def _baseline(experiment: pd.DataFrame) -> Arm | None:
     """The setup of the arm with which the others of an experiment are compared."""
-    plain, adamws = repr(AdamWArm()), experiment.setup[experiment.optimizer == "adamw"].unique()
+    plain, adamws = AdamWArm(), experiment.setup[experiment.optimizer == "adamw"].unique()
     if plain in adamws:
         return plain
     return adamws[0] if len(adamws) == 1 else None
@@ -146,13 +146,12 @@ def _baseline(experiment: pd.DataFrame) -> str | None:
 
 def _order(run: Run) -> tuple[Any, ...]:
     """The sort key: size, experiment, AdamW before Coupled Adam, a plain arm before its sweep."""
-    options = run.options
-    kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
-    scale = float(options.get("second_moment_scale", 1))  # YAML reads 1e-3 as text
-    swept = -math.log2(scale) if scale != 1 else -math.inf, float(options.get("lr_factor", 0))
-    setup = repr(run.recipe.arm(run.arm))
+    arm, options = run.setup, run.setup.options
+    kind = {"adamw": 0, "coupled_adam": 1}.get(arm.optimizer, 2)
+    scale = options.get("second_moment_scale")
+    swept = -math.inf if scale is None else -math.log2(scale), options.get("lr_factor", 0.0)
     size = run.evaluation["parameters"], run.recipe.tokens
-    return *size, run.recipe.name, kind, swept, setup, run.seed
+    return *size, run.recipe.name, kind, swept, repr(arm), run.seed
 
 
 def groups(frame: pd.DataFrame, column: str) -> list[pd.DataFrame]:

@@ -58,12 +58,13 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
 def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
     """The options of an arm, the mean time of its runs, and links to them."""
     first: Run = arm.run.iloc[0]
+    options = {"optimizer": first.setup.optimizer, **first.setup.options}
     speeds = arm.run.map(lambda run: run.tokens_per_second)
     minutes = (first.recipe.tokens / 60 / speeds).mean()
     return {
         "experiment": first.recipe.name,
         "label": first.label,
-        "options": ", ".join(f"{key}={value}" for key, value in first.options.items()),
+        "options": ", ".join(f"{key}={value}" for key, value in options.items()),
         "time": "–" if math.isnan(minutes) else f"{minutes:,.1f} min",
         "runs": [(run.seed, _link(run.folder, out)) for run in arm.run],
     }

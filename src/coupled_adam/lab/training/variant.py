@@ -9,14 +9,15 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import sequence_losses
 
 
-def build_optimizer(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
+def build_optimizer(model: PreTrainedModel, recipe: Recipe, arm: Arm) -> Optimizer:
     """The optimizer of an arm of the recipe."""
-    return recipe.arm(arm).optimizer(model, recipe.training)
+    return arm.build_optimizer(model, recipe.training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Variant:
     with FSDP2 the parameters are DTensors.
 
     build_model: the model with its initial weights, from the recipe.
-    build_optimizer: one optimizer for the model, from the recipe and the name of the arm.
+    build_optimizer: one optimizer for the model, from the recipe and one of its arms.
     sequence_losses: the loss of each sequence, [batch], from the model and ``blocks``, [batch,
         length + 1]. Its mean is trained on (``model.training`` is true) and reported for held-out
         text (``model.training`` is false). A penalty belongs to the former only.
@@ -40,7 +41,7 @@ class Variant:
     """
 
     build_model: Callable[[Recipe], PreTrainedModel] = build_model
-    build_optimizer: Callable[[PreTrainedModel, Recipe, str], Optimizer] = build_optimizer
+    build_optimizer: Callable[[PreTrainedModel, Recipe, Arm], Optimizer] = build_optimizer
     sequence_losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses
     after_step: Callable[[PreTrainedModel], None] | None = None
     half_way: Callable[[PreTrainedModel, Optimizer], None] | None = None

@@ -1,0 +1,209 @@
+"""Each rule against its formula, from the whole history of gradients, in NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from coupled_adam import LEAN, CoupledAdamW
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.arms import ARMS
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.table_rules import RULES, TableRuleAdamW
+
+V, H, LR, EPS = 7, 3, 0.01, 1e-8
+
+
+def average(history, beta):
+    """The moving average of a history that begins at zero."""
+    weights = (1 - beta) * beta ** np.arange(len(history))[::-1]
+    return np.tensordot(weights, np.array(history), 1)
+
+
+def adam(history, beta1, beta2, exponent=1.0):
+    t = len(history)
+    m = average(history, beta1) / (1 - beta1**t)
+    v = average(np.square(history), beta2) / (1 - beta2**t)
+    return m / (v.mean(0) ** ((1 - exponent) / 2) * v ** (exponent / 2) + EPS)
+
+
+def ember(history, beta1, beta2):
+    v = average(np.square(history), beta2) / (1 - beta2 ** len(history))
+    return history[-1] / (np.sqrt(np.outer(v.mean(1), v.mean(0)) / v.mean()) + EPS)
+
+
+def adafactor(history, beta1, beta2):
+    r, c = np.zeros(V), np.zeros(H)
+    for t, g in enumerate(history, 1):
+        r += t**-0.8 * (np.square(g).mean(1) - r)
+        c += t**-0.8 * (np.square(g).mean(0) - c)
+    u = history[-1] / np.sqrt(np.outer(r, c) / r.mean())
+    return u / max(1, np.sqrt(np.square(u).mean()))
+
+
+def balanced(history, beta1, beta2):
+    m = sum(beta1**age * g for age, g in enumerate(history[::-1]))
+    u = history[-1] + beta1 * m
+    for k in range(11):
+        u = u / np.linalg.norm(u, axis=1 - k % 2, keepdims=True)
+    return 0.18 * u / np.sqrt(np.square(u).mean())
+
+
+def row_moment(history, beta1, beta2):
+    t = len(history)
+    r = average(np.square(history).mean(2), beta2) / (1 - beta2**t)
+    return average(history, beta1) / (1 - beta1**t) / (np.sqrt(r)[:, None] + EPS)
+
+
+def lion(history, beta1, beta2):
+    before = average(history[:-1], beta2) if history[1:] else 0.0
+    return np.sign(beta1 * before + (1 - beta1) * history[-1])
+
+
+def unit(*axes):
+    def formula(history, beta1, beta2):
+        m = average(history, beta1)
+        return m / np.sqrt(np.square(m).mean(axes, keepdims=True))
+
+    return formula
+
+
+def lean_in_two_passes(history, beta1, beta2):
+    """The sums of the same step, and columns of the plain gradient; of rows that all have one."""
+    squares = average(np.square(history), beta2) / (1 - beta2 ** len(history))
+    r, nu = squares.mean(1), squares.mean(0)
+    u = (r / r.mean())[:, None] ** -0.375 * history[-1] / (np.sqrt(nu) + EPS)
+    return u - u.mean(0)
+
+
+def without_mean(formula, **options):
+    def zero_sum(history, beta1, beta2):
+        u = formula(history, beta1, beta2, **options)
+        return u - u.mean(0)
+
+    return zero_sum
+
+
+CASES = {
+    "sgd": (lambda history, *_: sum(0.9**age * g for age, g in enumerate(history[::-1])), {}),
+    "adam": (adam, {}),
+    "adam, zero-sum": (without_mean(adam), {"zero_sum": True}),
+    "adam, half": (without_mean(adam, exponent=0.5), {"zero_sum": True, "exponent": 0.5}),
+    "lean": (lean_in_two_passes, {"delayed": False}),
+    "ember": (ember, {}),
+    "ember, zero-sum": (without_mean(ember), {"zero_sum": True}),
+    "adafactor": (adafactor, {}),
+    "balanced": (balanced, {}),
+    "row_moment": (row_moment, {}),
+    "lion": (lion, {}),
+    "sign": (lambda history, beta1, _: np.sign(average(history, beta1)), {}),
+    "matrix": (unit(0, 1), {}),
+    "rows": (unit(1), {}),
+    "columns": (unit(0), {}),
+}
+
+
+def test_every_rule_has_a_case():
+    assert {case.partition(",")[0] for case in CASES} == RULES.keys()
+
+
+@pytest.fixture
+def gradients():
+    generator = torch.Generator().manual_seed(0)
+    # Rows of very different sizes, as frequent and rare tokens have.
+    scale = torch.logspace(0, -2, V, dtype=torch.float64)[:, None]
+    return [torch.randn(V, H, generator=generator, dtype=torch.float64) * scale for _ in range(4)]
+
+
+def tables(seed=0):
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(V, H, dtype=torch.float64)) for _ in range(2)]
+
+
+def stepped(optimizer, parameters, gradients):
+    """Step as Lightning does, which zeroes gradients within the step."""
+    for g in gradients:
+
+        def backward(g=g):
+            optimizer.zero_grad()
+            for p in parameters:
+                p.grad = g.clone() if p.grad is None else p.grad + g
+            return 1.25
+
+        assert optimizer.step(backward) == 1.25
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rule_is_its_formula(case, gradients):
+    """And other parameters are AdamW's, a checkpoint continues, the state is what it is to be."""
+    formula, options = CASES[case]
+    name = case.partition(",")[0]
+    rule = RULES[name]
+    table, other = tables()
+    start, control = table.detach().numpy().copy(), nn.Parameter(other.detach().clone())
+    group = {"params": [table], "betas": rule.betas, "rule": name, **rule.options, **options}
+    optimizer = TableRuleAdamW([group, {"params": [other]}], lr=LR, eps=EPS)
+    stepped(optimizer, (table, other), gradients)
+    stepped(torch.optim.AdamW([control], lr=LR), (control,), gradients)
+    assert torch.equal(other, control)
+
+    history = [g.numpy() for g in gradients]
+    steps = range(1, len(history) + 1)
+    expected = start - LR * sum(formula(history[:t], *rule.betas) for t in steps)
+    np.testing.assert_allclose(table.detach(), expected, rtol=1e-8)
+
+    state = optimizer.state[table]
+    assert sum(x.numel() for x in state.values()) == rule.numbers(V, H) + 1  # with the step
+    again = tables()
+    resumed = TableRuleAdamW([{**group, "params": again[:1]}, {"params": again[1:]}], lr=LR)
+    stepped(resumed, again, gradients[:2])
+    loaded = TableRuleAdamW([{**group, "params": again[:1]}, {"params": again[1:]}], lr=LR)
+    loaded.load_state_dict(resumed.state_dict())
+    stepped(loaded, again, gradients[2:])
+    assert torch.equal(again[0], table)
+
+
+def test_the_rule_lean_is_lean(gradients):
+    """The delayed one with plain columns, once the first step, which only measures, is past."""
+    (table, _), (ours, _) = tables(), tables()
+    lean = RULES["lean"]
+    group = {"params": [table], "betas": lean.betas, "rule": "lean", **lean.options}
+    rule = TableRuleAdamW([group], lr=LR, eps=EPS)
+    options = {key: value for key, value in LEAN.items() if key != "lr_factor"}
+    options |= {"params": [ours], "coupled": True, "weight_decay": 0.0}
+    package = CoupledAdamW([options], lr=LR, eps=EPS)
+    moved = []
+    for optimizer, matrix in ((rule, table), (package, ours)):
+        stepped(optimizer, (matrix,), gradients[:2])
+        before = matrix.detach().clone()
+        stepped(optimizer, (matrix,), gradients[2:3])
+        moved.append(matrix.detach() - before)
+    torch.testing.assert_close(*moved, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_an_arm(rule):
+    """Of a recipe, with the rule's betas and its own rate; all but the embeddings are AdamW's."""
+    plain = {"optimizer": "table_rule", "rule": rule, "lr_factor": 4, "beta1": 0.5}
+    recipe = override(
+        load_recipe("tiny"), {"arms.rule": plain, "arms.adamw": {"optimizer": "adamw"}}
+    )
+    model = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300, bias=False))
+    model[1].weight = model[0].weight
+    (group,) = (
+        group
+        for group in recipe.arms["rule"].build_optimizer(model, recipe.training).param_groups
+        if "rule" in group
+    )
+    assert group["params"] == [model[0].weight]
+    assert (group["lr"], group["betas"]) == (4 * recipe.training.lr, (0.5, RULES[rule].betas[1]))
+    assert recipe.arms["rule"].label == f"{rule}, f = 4, beta1 0.5"
+
+
+def test_rules_and_options_that_do_not_exist():
+    with pytest.raises(UsageError, match=r"rule=embr: did you mean ember\?"):
+        ARMS["table_rule"](rule="embr")
+    with pytest.raises(UsageError, match=r"rule_options.zerosum is no option of ember: .*zero_sum"):
+        ARMS["table_rule"](rule="ember", rule_options={"zerosum": True})
+    label = ARMS["table_rule"](rule="ember", rule_options={"zero_sum": True}).label
+    assert label == "ember, zero_sum 1"

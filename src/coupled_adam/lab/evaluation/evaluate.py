@@ -80,7 +80,8 @@ def evaluate_run(
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
     # A file from before a measure was added is completed.
-    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
+    measured = {*(done.get("embeddings") or {}), *done}
+    has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model, trained = loading.load_trained(run, device)

@@ -33,7 +33,7 @@ from processes import Process
 
 def run(*arguments, start=Process, **options):
     """The command's exit code, standard output and standard error."""
-    command = [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "coupled_adam", *map(str, arguments)]
     process = start(command, env={**os.environ, "COLUMNS": "120"}, **options)
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
@@ -130,7 +130,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         (("--steps",), "--steps: expected one argument"),
         (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        (("--seeds", 0, *recipe), "seeds=[]: List should have at least 1 item"),
+        (("--seeds", 0, *recipe), "--seeds: give at least one"),
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),

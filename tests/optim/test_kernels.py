@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, kernels
 from coupled_adam.optim import reference
@@ -53,6 +54,37 @@ class TestBlocks(EveryKernel):
             share = 0.01 if options else 0.05
             nu = optimizer.state[p]["exp_avg_sq"].double()
             torch.testing.assert_close(nu, share * square.mean(1), rtol=2e-6, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views, and the bytes of the largest result."""
+
+    count = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(result, torch.Tensor):
+            self.count, self.largest = self.count + 1, max(self.largest, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "most"),
+    [((50304, 768), torch.float32, 60), ((128256, 4096), torch.bfloat16, 180)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
+def test_blocks_are_few_on_a_device(name, shape, dtype, most):
+    """Few operations, as each is a launch, and none with a result larger than a block."""
+    p = nn.Parameter(torch.empty(shape, device="meta", dtype=dtype))
+    p.grad = torch.empty_like(p)
+    optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.1})
+    optimizer.step()
+    with Operations() as operations:
+        optimizer.step()
+    assert operations.count <= most
+    assert operations.largest <= 2**28
+    print(name, shape, operations.count, operations.largest)
 
 
 def instruction_sets():

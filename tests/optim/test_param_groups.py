@@ -214,16 +214,16 @@ def test_from_groups(cls):
     )
     assert layout(optimizer) == [
         (False, 0, 0.3, [(H, 4 * H), (4 * H, H)]),
-        (False, 0, 0.1, [(H,)]),
         (True, 0, 0.3, [(V, H)]),
+        (False, 0, 0.1, [(H,)]),
         (True, 1, 0.1, [(H, V)]),
     ]
     shown = ("lr", "betas", "row_exponent", "zero_sum", "initial_lr_factor")
     lean = ((0.0, 0.99), 0.75, True, 2.0)
     assert [tuple(map(g.get, shown)) for g in optimizer.param_groups] == [
         (0.1, (0.9, 0.95), 0.0, False, None),
-        (5.0, (0.9, 0.95), 0.0, False, None),
         (0.2, *lean),
+        (5.0, (0.9, 0.95), 0.0, False, None),
         (10.0, *lean),
     ]
     assert not any("lr_factor" in group for group in optimizer.param_groups)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from coupled_adam.optim import reference, rounding
-from coupled_adam.optim.matrix import Scalars, Sums
+from coupled_adam.optim.matrix import Scalars
 from coupled_adam.optim.state import MOMENTS
 from optim.cases import (
     CASES,
@@ -234,18 +234,18 @@ class EveryKernel:
             self.part(whole, slice(None), slice(0, 0)),
         ):
             nu = part.exp_avg_sq.clone()
-            sums = kernel.sum_squares(part, False)
-            if whole.is_lean:
-                assert not sums.rows.count_nonzero()
+            if part.row_exp_avg_sq is not None:
+                assert not kernel.sum_rows(part).count_nonzero()
                 weights = torch.ones_like(part.row_exp_avg_sq)
-                total = kernel.apply(part, Sums(rows=sums.rows, weights=weights), Scalars(t=2.0))
+                total = kernel.lean(part, weights, Scalars(t=2.0))
                 assert not total[:-1].count_nonzero()
                 assert total[-1] == len(weights)
                 assert torch.equal(part.exp_avg_sq, nu)
             else:
+                sums = kernel.sum_squares(part, False)
                 assert not sums.columns.count_nonzero()
                 sums.columns = torch.ones_like(sums.columns)
-                kernel.apply(part, sums, Scalars(t=2.0))
+                kernel.apply_coupled(part, sums, Scalars(t=2.0))
                 torch.testing.assert_close(part.exp_avg_sq, 0.95 * nu + 0.05 / 4)
 
     def part(self, whole, rows, columns):

@@ -354,7 +354,10 @@ class CoupledAdam(torch.optim.Adam):
             fit_state(group, index, state)
         matrix = CoupledMatrix.of(group, p, p.grad, state, number)
         if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
-            return [*flat.matrices(matrix, flat.shards_of(group)[p])]
+            pieces = [*flat.matrices(matrix, flat.shards_of(group)[p])]
+            for piece in pieces:
+                piece.kernel = flat
+            return pieces
         matrix.kernel = kernel or kernels.choose(matrix)
         if kernel is None and (key := description(group, p, state)) is not None:
             self._checked[key] = matrix.kernel

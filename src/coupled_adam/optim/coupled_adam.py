@@ -32,7 +32,7 @@ from coupled_adam.optim.state import (
     description,
     fit_state,
 )
-from coupled_adam.optim.update import Pending, is_capturing, update
+from coupled_adam.optim.update import Pending, update
 from coupled_adam.optim.warn import warn
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -294,11 +294,6 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         # 1. What the step before has left, and what loops and schedules have done since
-        if self._pending and is_capturing():
-            raise RuntimeError(
-                "a step is captured in a CUDA graph while ranks still add up LEAN's sums of the "
-                "step before: call optimizer.state_dict(), which waits for them, before the capture"
-            )
         self._pending.finish()
         self._complete_groups()
         warn_of_momentum(self.param_groups)

@@ -116,7 +116,8 @@ def given_back(matrix: CoupledMatrix) -> Tensor | None:
     d = matrix.mean_update
     if d is None or not isinstance(matrix.lr, Tensor):
         return d
-    return torch.where((matrix.lr == 0).to(d.device), 0.0, d)
+    zero: Tensor = (matrix.lr == 0).to(d.device)
+    return torch.where(zero, 0.0, d)
 
 
 def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:

@@ -118,8 +118,8 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
 
     None for what is not a whole matrix in plain tensors, which is checked at every step.
     """
-    grad, plain = p.grad, sharded.PLAIN
-    if type(p) not in plain or type(grad) not in plain or group.get("flat_shards"):
+    grad = p.grad
+    if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or group.get("flat_shards"):
         return None
     if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
         return None

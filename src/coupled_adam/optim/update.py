@@ -27,10 +27,7 @@ class Pending:
     """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
 
     def __init__(self) -> None:
-        self._sums: list[tuple[list[tuple[CoupledMatrix, CoupledMatrix]], Reduction]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
+        self._sums: list[tuple[list[tuple[CoupledMatrix, CoupledMatrix]], Reduction, bool]] = []
 
     def add(
         self, matrices: Sequence[tuple[CoupledMatrix, CoupledMatrix]], reduction: Reduction
@@ -45,12 +42,22 @@ class Pending:
         for matrix, updated in matrices:
             rest = replace(matrix, grad=matrix.exp_avg_sq.new_empty(0))
             without_grads.append((rest, rest if updated is matrix else updated))
-        self._sums.append((without_grads, reduction))
+        self._sums.append((without_grads, reduction, _is_capturing(matrices[0][0].param)))
 
     def finish(self) -> None:
-        """Wait for all sums, and update nu and d with them."""
+        """Wait for all sums, and update nu and d with them.
+
+        Raises:
+            RuntimeError: if a CUDA graph is captured, which could not wait for what began before.
+        """
         while self._sums:
-            matrices, reduction = self._sums.pop()
+            matrices, reduction, is_captured = self._sums[-1]
+            if _is_capturing(matrices[0][0].param) and not is_captured:
+                raise RuntimeError(
+                    "a CUDA graph is captured while ranks add up the sums of LEAN's last step: "
+                    "set capturable=True before that step, or call state_dict() before the capture"
+                )
+            self._sums.pop()
             for (matrix, updated), total in zip(matrices, reduction.result()):
                 if _is_stepping(matrix, total):
                     _take_over(matrix, updated)
@@ -71,7 +78,8 @@ def update(
         found_inf: GradScaler's flag; nothing is changed unless it is 0.
         pending: takes the sums that the next step needs.
     """
-    coupled, lean = [], []
+    coupled: list[CoupledMatrix] = []
+    lean: list[CoupledMatrix] = []
     for matrix in matrices:
         # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
         penalized = with_penalty(matrix, factor) if matrix.has_penalty else matrix
@@ -131,7 +139,8 @@ def update_lean(
             weights = reference.row_weights(updated, squares, mean_nu, scalars)
         total = matrix.kernel.lean(updated, weights, scalars)
         # What records a step must see all of it; DeepSpeed's wrapper may read the state itself.
-        is_waiting |= matrix.no_host_reads or matrix.shard is not None or updated is not matrix
+        is_recorded = matrix.no_host_reads or matrix.group["capturable"]
+        is_waiting |= is_recorded or matrix.shard is not None or updated is not matrix
         if matrix.row_ranks:
             assert total is not None
             shared.append((matrix, updated, total))
@@ -141,13 +150,8 @@ def update_lean(
     if shared:
         reduction = _add_up([(matrix, total, matrix.row_ranks) for matrix, _, total in shared])
         pending.add([(matrix, updated) for matrix, updated, _ in shared], reduction)
-    if pending and (is_waiting or is_capturing()):
+    if is_waiting:
         pending.finish()
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is captured, which must have all of a step."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _sum_rows(
@@ -168,6 +172,10 @@ def _sum_rows(
         matrix.has_gradient = _is_stepping(matrix, total)
         whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
     return whole_rows
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _add_up(vectors: Sequence[tuple[CoupledMatrix, Tensor, Ranks]]) -> Reduction:
@@ -222,7 +230,9 @@ def _advance(
 ) -> Scalars | None:
     """Count the step, and return its numbers; None if the host skips it."""
     skip = None
-    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE:
+    # The weights of rows that are cut come from the reference, which cannot skip.
+    is_cut = is_lean(matrix.group) and not matrix.has_whole_rows
+    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE and not is_cut:
         skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
     elif found_inf is not None and found_inf.item():
         return None

@@ -1,8 +1,8 @@
 """The reference in blocks of rows: for devices and options that no other kernel serves.
 
-Beside the state, a step takes one block, in single precision; on a CPU it stays in the caches, and
-on a GPU it is large, so that launches are few. Sums over many rows are those of 4,096 each, added
-in double precision where the device has it.
+Beside the state, a step takes one block in single precision, or three of a matrix in half
+precision. On a CPU a block stays in the caches, and on a GPU it is large, so that launches are few.
+Sums over many rows are those of 4,096 each, added in double precision where the device has it.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,8 @@ def _update_lean(
     else:
         grad = reference.scaled_gradient(replace(block, grad=step), scalars)
         del step  # its memory is that of the next one
-        step = torch.where(active, reference.moment(block, grad, scalars), 0.0)
+        m = reference.moment(block, grad, scalars)
+        step = torch.where(active, m, 0.0)
     # In place, but for what is in half precision: each temporary is as large as the block.
     step = step.mul_(weights[:, None]) if step.dtype == dtype else step * weights[:, None]
     updates = _sum_over_rows(step.mul_(rates), dtype)

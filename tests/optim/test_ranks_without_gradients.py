@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from optim.test_sharded import H, V, gradient, matrix, mesh_of
+from optim.test_sharded import gradient, matrix, mesh_of
 from processes import run_cases, run_on_ranks
 
 LEAN = {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.99)}

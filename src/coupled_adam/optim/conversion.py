@@ -1,7 +1,6 @@
 """Checkpoints of torch's optimizers and of other options: what they become, and what is refused."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -166,7 +165,7 @@ def _is_count(step: Any) -> bool:
         if step.is_meta or isinstance(step, FakeTensor):
             return True
         step = step.item() if step.numel() == 1 else None
-    return isinstance(step, Real) and 0 <= step < math.inf
+    return isinstance(step, float | int) and 0 <= step < math.inf
 
 
 def _misfit(state: State, required: tuple[str, ...], shapes: dict[str, torch.Size]) -> str | None:
@@ -250,7 +249,7 @@ def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:
 def _mean(v: Tensor, dim: int) -> Tensor:
     """The means of what is finite over a dimension of a matrix."""
     finite = sharded.mean_over(v.isfinite().to(v.dtype), dim)
-    return sharded.mean_over(v.nan_to_num(0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
+    return sharded.mean_over(v.nan_to_num(0.0, 0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
 
 
 def _mean_of(vector: Tensor) -> float:

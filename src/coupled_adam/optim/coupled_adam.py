@@ -227,8 +227,8 @@ class CoupledAdam(torch.optim.Adam):
     def _complete_groups(self) -> None:
         """Complete the groups that come from elsewhere: assigned, appended, or of AdamW."""
         for group in self.param_groups:
-            if "coupled" not in group:
-                complete(group, {**self._coupling_defaults, **self.defaults})
+            if not group.keys() >= self.defaults.keys():
+                complete(group, self.defaults)
                 check_group(group)
 
     def init_state(self) -> None:
@@ -386,11 +386,13 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.defaults = {**self._coupling_defaults, **self.defaults}
         self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
         self._pending.finish()
+        self._complete_groups()
         saved: dict[str, Any] = super().state_dict()
         if any(group.get("flat_shards") for group in self.param_groups):
             for group in saved["param_groups"]:  # process groups cannot be saved

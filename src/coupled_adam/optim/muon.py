@@ -24,7 +24,7 @@ from coupled_adam.optim.state import describe
 try:
     from torch.optim._muon import muon
 except ImportError:  # before torch 2.9
-    muon = None
+    muon = None  # type: ignore[assignment]
 
 
 class MuonWithCoupledAdam(CoupledAdamW):
@@ -104,7 +104,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
-        options = {
+        options: dict[str, Any] = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
@@ -116,6 +116,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         of_adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         of_adam |= {"lr": self._adam_lr, "fused": fused}
         others: set[Tensor] = set()
+        names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
             made = param_groups(params, embeddings, vocab_size=vocab_size, **groups)
             # Hidden matrices have the optimizer's weight decay, and all others one of their own.

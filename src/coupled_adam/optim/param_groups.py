@@ -216,7 +216,7 @@ def split(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any,
     """A group for each kind of a group's parameters, with otherwise equal options."""
     parts: dict[Any, Group] = {}
     for name, p in named_parameters(group):
-        lists = {key: [] for key in ("params", "param_names") if key in group}
+        lists: Group = {key: [] for key in ("params", "param_names") if key in group}
         part = parts.setdefault(kind_of(name, p), {**group, **lists})
         part["params"].append(p)
         if "param_names" in group:

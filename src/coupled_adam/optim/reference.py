@@ -138,7 +138,7 @@ def row_weights(
     rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _seen(matrix.beta2, scalars.t)
     # The inner `where` keeps the gradient of a differentiable step finite.
     powers = torch.where(new == 0, 1.0, new / (1 - matrix.beta2**scalars.t)) ** -exponent
-    weights = torch.where((new == 0) | new.isinf(), 0.0, powers) * rho**exponent
+    weights: Tensor = torch.where((new == 0) | new.isinf(), 0.0, powers) * rho**exponent
     return weights.to(r.dtype)
 
 

@@ -97,6 +97,8 @@ def update_coupled(
     # 1. Sum the squares of this rank's rows, [columns] for each matrix
     stepping = []
     for matrix in matrices:
+        if not (matrix.has_gradient or matrix.row_ranks):
+            continue
         is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
         is_certain = found_inf is None and matrix.has_gradient
         sums = matrix.kernel.sum_squares(matrix, is_certain and not is_scaled)

@@ -10,7 +10,7 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def refused(
+def prefixed_usage_error(
     prefix: str, errors: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> Iterator[None]:
     """Make a :class:`UsageError` of an error, with something before its message."""
@@ -18,6 +18,11 @@ def refused(
         yield
     except errors as error:
         raise UsageError(f"{prefix}{error}") from None
+
+
+def install(extra: str) -> str:
+    """How to install one of this package's extras, which is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a clone of coupled-adam"
 
 
 class TrainingError(Exception):

@@ -14,14 +14,24 @@ from types import ModuleType
 from typing import NoReturn
 
 from coupled_adam import __version__
-from coupled_adam.cli.terminal import other_rank, quiet_libraries
+from coupled_adam.cli.terminal import (
+    Reader,
+    discard_output,
+    open_streams,
+    process_number,
+    quiet_libraries,
+)
 from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
     UsageError,
     did_you_mean,
+    install,
     one_line,
 )
+
+_READER_GONE = 141
+"""The exit code where standard output was a pipe that was closed: 128 + SIGPIPE."""
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -29,7 +39,8 @@ PREEMPTED = 75
 COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
-    "evaluate": "evaluate a run, or any causal language model, or print texts that they write",
+    "evaluate": "evaluate a run, or any causal language model",
+    "sample": "print texts that models write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
     "repair": "write a copy of a model in which dead embeddings are repaired",
@@ -42,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
     75: stopped by SIGTERM; training leaves a checkpoint. 130: interrupted by the user. After 1, 75
-    and 130 the same command with ``--resume`` continues, if it trains.
+    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but what read the
+    output went away.
     """
+    open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
     resume = "; continue with --resume" if name in ("compare", "train") else ""
@@ -56,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options = parsed(command, words[1:])
         quiet_libraries()
+        _check_current_folder()
         with _sigterm_raises():
             command.run(options)
         sys.stdout.flush()
-        return 0
+        return _READER_GONE if Reader.has_gone else 0
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,21 +88,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{resume}")
         return 130
-    except BrokenPipeError:  # what reads the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        discard_output()
+        return _READER_GONE
     except Exception as error:
-        code, message = _explained(error, resume)
+        code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
         # Of several processes each says what went wrong in it, and the first what all of them know.
-        if other_rank() is not None and not isinstance(error, UsageError | TrainingError):
-            print(f"coupled-adam: error: process {other_rank()}: {message}", file=sys.stderr)
+        if process_number() and not isinstance(error, UsageError | TrainingError):
+            print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is standard output whose disk is full
+            discard_output()
         _say(f"error: {message}")
         return code
 
 
-def _explained(error: Exception, resume: str) -> tuple[int, str]:
+def _explained(error: Exception, command: str, resume: str) -> tuple[int, str]:
     """The exit code and the message of an error; 0 and nothing if it is a bug."""
     match error:
         case UsageError():
@@ -96,17 +114,27 @@ def _explained(error: Exception, resume: str) -> tuple[int, str]:
         case TrainingError():
             return 1, one_line(error)
         case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
-            reason = error.msg.partition(":")[0]
-            return 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'"
+            extra = "analyze" if command in ("analyze", "repair") else "lab"
+            return 2, f"{error.msg.partition(':')[0]}; install it with: {install(extra)}"
         case OSError() if error.errno is not None:
             path = error.filename2 or error.filename  # where something was to be renamed to
-            return 1, one_line(f"{os.strerror(error.errno)}: {path}{resume}")
+            where = "" if path is None else f": {path}"
+            return 1, one_line(f"{os.strerror(error.errno)}{where}{resume}")
         case MemoryError() | RuntimeError():
             # torch's error for a CPU is a RuntimeError, which only its message tells from others.
             said = f"{type(error).__name__} {error}"
             if any(word in said for word in ("MemoryError", "OutOfMemory", "DefaultCPUAllocator")):
                 return 1, f"out of memory: {one_line(error)}{resume}"
     return 0, ""
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current folder cannot be used ({error.strerror}): go to another one"
+        ) from None
 
 
 def load_command(name: str) -> ModuleType:
@@ -121,11 +149,12 @@ def load_command(name: str) -> ModuleType:
 def _overview() -> str:
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
     usage = "usage: coupled-adam COMMAND ...; COMMAND --help explains one, with an example"
-    return "\n".join([usage, "", *lines])
+    extras = "analyze and repair need the extra [analyze], and all others need [lab]"
+    return "\n".join([usage, "", *lines, "", extras])
 
 
 def _say(message: str) -> None:
-    if other_rank() is None:
+    if not process_number():
         print(f"coupled-adam: {message}", file=sys.stderr)
 
 

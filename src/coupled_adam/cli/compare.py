@@ -13,15 +13,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    arm_name,
-    check_outputs,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import Seed
+from coupled_adam.fields import Seed, require
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -46,6 +41,7 @@ class Options(RunOptions):
         seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
         if self.seeds is not None and len(seeds) == 1:  # how many there are
             seeds = list(range(1, seeds[0] + 1))
+        require(seeds, "--seeds: give at least one")
         arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
         return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
@@ -58,7 +54,6 @@ def run(options: Options) -> None:
 
     plain = load_values(options.recipe or DEFAULT_RECIPE)
     out = options.out or Path("runs") / str(plain.get("name"))
-    check_outputs(out=out)
     stored = comparison.stored_recipe(out) if options.resume else None
     if options.resume and options.out and not options.recipe and not stored:
         raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")

@@ -22,7 +22,7 @@ from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, printable, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error, printable
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
@@ -152,7 +152,7 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
-    with refused("", (ValueError, OSError)):
+    with prefixed_usage_error("", (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
     needed = sets is not None or "padding" in exclude or inputs.text is not None
     tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, needed)
@@ -164,7 +164,7 @@ def analyze_model(
     analyses = []
     for entry in matrices:
         token_ids = None if tokenizer is None else similarity.single_tokens(tokenizer)
-        with refused(f"{model}: "):
+        with prefixed_usage_error(f"{model}: "):
             is_token = None
             if tokenizer is not None:
                 is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
@@ -206,7 +206,7 @@ def _measured(
 
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
     """The word-similarity sets in a file or folder; or those to ``"download"`` and keep."""
-    with refused("--word-similarity: ", (OSError, ValueError)):
+    with prefixed_usage_error("--word-similarity: ", (OSError, ValueError)):
         if str(place) == "download":
             place = similarity.download_word_similarity()
         return similarity.read_word_similarity(place)
@@ -221,7 +221,7 @@ def find_tokenizer(
         UsageError: if the named one cannot be read, or there is none and it is needed.
     """
     if named is not None:
-        with refused("--tokenizer ", UsageError):
+        with prefixed_usage_error("--tokenizer ", UsageError):
             return load_tokenizer(named)
     if Path(model).is_file():
         if needed:
@@ -250,7 +250,7 @@ def _counts(
         assert tokenizer is not None
         return _counted("--text", token_pieces(inputs.text, tokenizer), rows)
     if inputs.tokens:
-        with refused("--tokens ", UsageError):
+        with prefixed_usage_error("--tokens ", UsageError):
             tokens = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
         pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
         return _counted("--tokens", pieces, rows)
@@ -273,7 +273,7 @@ def _counts(
 def _counted(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
     """How often each token occurs in pieces of a text, [rows]; in bounded memory."""
     counts = np.zeros(rows, dtype=np.int64)
-    with refused(f"{option} ", UsageError):
+    with prefixed_usage_error(f"{option} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from coupled_adam.errors import UsageError, did_you_mean, refused
+from coupled_adam.errors import UsageError, did_you_mean, prefixed_usage_error
 from coupled_adam.fields import Beta, NotNegative, Positive, Share, checked, require
 from coupled_adam.lab.sections import Training
 
@@ -300,6 +300,8 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
         lists = {key: values for key, values in options.items() if isinstance(values, list)}
         for key, values in lists.items():
             require(values, f"arms.{name}.{key}=[] must have at least one value")
+        count = math.prod(map(len, lists.values()))
+        require(count <= 1000, f"arms.{name} has lists for {count:,} arms: at most 1,000 can be")
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             copy = f"{name}-{number}" if lists else name
             require(copy not in arms, f"arms: two would be called {copy}: rename one of them")
@@ -309,7 +311,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
                 str(optimizer) in ARMS,
                 f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}",
             )
-            with refused(f"arms.{name}: ", UsageError):
+            with prefixed_usage_error(f"arms.{name}: ", UsageError):
                 arms[copy] = checked(ARMS[str(optimizer)], single)
     return arms
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,16 +21,17 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.measures import MEASURES
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
-from coupled_adam.files import write_atomically
+from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import output_embeddings, parameters
+from coupled_adam.lab.run import Run, read_evaluation
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.runs import COUNTS, EVALUATION, MODEL
+from coupled_adam.runs import EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
@@ -42,19 +42,18 @@ Sets = Mapping[str, WordSimilaritySet]
 
 
 def evaluate_run(
-    run: Path,
+    run: Run,
     corpus: Corpus | Callable[[], Corpus],
     *,
     batches: int | None = None,
     sets: Sets | None = None,
     downstream: Downstream | None = None,
     device: str = "cpu",
-    variant: str | None = None,
 ) -> dict[str, Any]:
     """Complete the evaluation of a finished run, and return the content of its ``evaluation.json``.
 
     Each part is written to the file as soon as it is done. Parts that the file already contains are
-    kept, unless they are evaluated again.
+    kept, unless they are evaluated again; so are those that another process adds meanwhile.
 
     - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
     - ``parameters``: N
@@ -67,27 +66,25 @@ def evaluate_run(
         batches: the number of batches, of the recipe's size and from the start of the test split,
             for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
         sets, downstream: if given, what is evaluated, even if it was before.
-        variant: as for :func:`~coupled_adam.lab.evaluation.loading.recipe_of_run`.
 
     Raises:
-        UsageError: the folder is not that of a run, or the run's training has not finished.
-        OSError: the folder cannot be written.
+        UsageError: the run's training has not finished, its folder cannot be written, or one of its
+            files is damaged.
     """
-    recipe = loading.recipe_of_run(run, variant)
+    recipe, folder = run.recipe, run.folder
     require(
-        (run / MODEL).exists(),
-        f"{run} has no model: its training has not finished; continue it with --resume",
+        (folder / MODEL).exists(),
+        f"{folder} has no model: its training has not finished; continue it with --resume",
     )
-    path = run / EVALUATION
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    done = read_evaluation(folder)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
     # A file from before a measure was added is completed.
-    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
+    measured = {*(done.get("embeddings") or {}), *done}
+    has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    done = {**_NOT_ASKED_FOR, **done}
-    model, trained = loading.load_trained(run, recipe, device)
+    model, trained = loading.load_trained(run, device)
 
     def parts() -> Iterator[dict[str, Any]]:
         if not has_loss:
@@ -99,16 +96,15 @@ def evaluate_run(
         if not has_measures:
             # Of a new model: the one that was loaded does not know which biases were frozen.
             number = parameters(recipe, trained.build_model)
-            yield {"parameters": number, **measures(model, np.load(run / COUNTS))}
-        tokenizer = functools.partial(loading.load_model_tokenizer, run / MODEL)
+            yield {"parameters": number, **measures(model, run.counts())}
+        tokenizer = functools.partial(loading.load_model_tokenizer, folder / MODEL)
         yield from _scores(model, tokenizer, sets, downstream)
 
     for part in parts():
-        done |= part
-        content = json.dumps(done, indent=2, allow_nan=False)
-        write_atomically(path, content)
-    result: dict[str, Any] = json.loads(content)  # as it is read the next time
-    return result
+        with sole_writer(folder, wait=60):
+            done = {**_NOT_ASKED_FOR, **read_evaluation(folder), **part}
+            write_atomically(folder / EVALUATION, json.dumps(done, indent=2, allow_nan=False))
+    return read_evaluation(folder)
 
 
 def evaluate_model(
@@ -155,7 +151,7 @@ def evaluate_model(
     counts = None
     if text is not None:
         tokens = _tokens_of(text, tokenizer(), model)
-        with refused(f"{source}: its tokenizer does not fit its model: "):
+        with prefixed_usage_error(f"{source}: its tokenizer does not fit its model: "):
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         result |= {**_text_loss(model, tokens, batches), "test_batches": batches}
     result |= measures(model, counts)
@@ -173,7 +169,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     output = output_embeddings(model).detach()
     inputs: Any = model.get_input_embeddings().weight
     tied = inputs.data_ptr() == output.data_ptr()
-    with refused(f"{model.name_or_path}: "):
+    with prefixed_usage_error(f"{model.name_or_path}: "):
         return {
             "embeddings": analyze(output, counts).to_dict(),
             "input_embeddings": None if tied else analyze(inputs.detach(), counts).to_dict(),
@@ -232,7 +228,7 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-    with refused("--text ", UsageError):
+    with prefixed_usage_error("--text ", UsageError):
         tokens = text_tokens(text, tokenizer)
     needed = loading.block_length(model) + 1
     require(
@@ -255,7 +251,7 @@ def _scores(
 ) -> Iterator[dict[str, Any]]:
     """Word similarity and accuracy, each if it is asked for; only they need the tokenizer."""
     if sets is not None:
-        with refused(f"{model.name_or_path}: "):
+        with prefixed_usage_error(f"{model.name_or_path}: "):
             report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer()))
         yield {"word_similarity": report.to_dict()}
     if downstream is not None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
-from coupled_adam.optim.options import Group, has_momentum, remember
+from coupled_adam.optim.options import Group, has_momentum, is_lean, remember
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -20,7 +20,6 @@ from coupled_adam.optim.state import (
     describe,
     entries,
     entry_shape,
-    is_lean,
     layout_of,
     moment_dtype,
 )

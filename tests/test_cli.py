@@ -130,7 +130,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         (("--steps",), "--steps: expected one argument"),
         (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        (("--seeds", 0, *recipe), "seeds=[]: List should have at least 1 item"),
+        (("--seeds", 0, *recipe), "--seeds: give at least one"),
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),
@@ -140,6 +140,26 @@ def errors(small_recipe, text_file, tmp_path):
         (("--text", text_file, "--data.hub=x", *recipe), "data.hub exclude each other"),
         (("--recipe", "tinny"), "did you mean tiny?"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "hint"),
+    [
+        ("analyze", "gpt2 --csv x", None),  # is not --counts
+        ("analyze", "gpt2 --cache x", None),  # is not --help
+        ("analyze", "gpt2 --neighbors x", "did you mean --neighbours?"),
+        ("train", "--arm lean --out x --lr 1e-3", "did you mean --training.lr?"),
+        ("train", "--arm lean --out x training.lr=1e-3", "did you mean --training.lr 1e-3?"),
+        ("compare", "--out x --seeds 1,3", "separate several by spaces: --seeds 1 3"),
+    ],
+)
+def test_only_what_is_near_is_suggested(command, words, hint):
+    with pytest.raises(UsageError) as raised:
+        parsed(cli.load_command(command), words.split())
+    if hint is None:
+        assert "did you mean" not in str(raised.value)
+    else:
+        assert str(raised.value).endswith(hint)
 
 
 def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import Seed
+from coupled_adam.fields import Seed, require
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -41,6 +41,7 @@ class Options(RunOptions):
         seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
         if self.seeds is not None and len(seeds) == 1:  # how many there are
             seeds = list(range(1, seeds[0] + 1))
+        require(seeds, "--seeds: give at least one")
         arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
         return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 

@@ -66,7 +66,7 @@ def tried(setting: str, arm: str) -> Tried | None:
     losses = {multiple: seeds[SEED] for multiple, seeds in of_seeds.items() if SEED in seeds}
     if not {1, 2} <= losses.keys():
         return None
-    needed = {4} if losses[2] < losses[1] else {0.5}
+    needed: set[float] = {4} if losses[2] < losses[1] else {0.5}
     if needed == {0.5} and losses.get(0.5, math.inf) < losses[1]:
         needed.add(0.25)
     if not needed <= losses.keys():

@@ -354,7 +354,8 @@ def test_settings_that_were_written_down_first():
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/study/README.md")
     ]
     of_mean, *of_others = (" ".join(page.split()) for page in (*readmes, PAGE))
-    assert f"in eight settings of 75 to 1,200 steps it is {expected[0]:.2f} higher" in of_mean
+    eight = "After 75 to 1,200 steps, in eight settings of 0.16M to 1.2M parameters, it is"
+    assert f"{eight} {expected[0]:.2f} higher" in of_mean
     low_and_high = " to ".join(f"{number:.3f}" for number in expected[1:])
     assert f"{expected[0]:.3f} higher on average ({low_and_high})" in of_others[0]
     assert (

@@ -23,7 +23,6 @@ from coupled_adam.rendering.pictures import (
 )
 from coupled_adam.rendering.tables import short
 
-
 OPTIMIZER_COLORS = {
     "adamw": ADAMW_COLOR,
     "coupled_adam": COUPLED_ADAM_COLOR,

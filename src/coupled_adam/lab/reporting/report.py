@@ -13,7 +13,7 @@ from tqdm import tqdm
 from coupled_adam.fields import require
 from coupled_adam.files import new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.figures import draw_all
+from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
 from coupled_adam.lab.reporting.report_page import notebook_part, report_page
 from coupled_adam.lab.reporting.results import (
@@ -88,7 +88,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
     notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
-    pictures = draw_all(frame)
+    pictures, first = draw_all(frame), overview(frame)
     page_table = results_table(rows, all_columns, notes, seeds=True)
     paper_table = results_table(rows, columns, notes)
     results = [
@@ -109,9 +109,11 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         for name, text in files.items():
             # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
             (folder / name).write_text(text, encoding="utf-8", errors="replace")
-        for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
+        drawing = tqdm([first, *pictures], "drawing the report", disable=None, leave=False)
+        for picture in drawing:
             path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture.png)
+            path.with_suffix(".png").write_bytes(picture.png)
+            path.with_suffix(".svg").write_bytes(picture.svg)
     shown = results_table(rows, columns, notes, titled=True)
-    return Report(given / "index.html", sentences, shown, pictures[0].png)
+    return Report(given / "index.html", sentences, shown, first.png)

@@ -79,6 +79,13 @@ MEASURES = {
     "men_centered": Measure(
         "the same, centred ↑", _at("word_similarity_centered", "MEN", "r"), 0, "higher"
     ),
+    "isotropy_centered": Measure("Iso, centred ↑", _at("isotropy_centered"), 2, "higher"),
+    "frequent_norm": Measure(
+        "norm, 16 most frequent", lambda run: run.get("band_norms", [None])[0], 2, "higher"
+    ),
+    "rare_norm": Measure(
+        "norm, rarer half", lambda run: run.get("band_norms", [None])[-1], 2, "higher"
+    ),
     "initial_mean_norm": Measure("‖μ‖ at the start", _at("initial_mean_norm"), 4, "lower"),
     "input_mean_norm_ratio": Measure("‖μ‖ʳ of input ↓", _at("input_mean_norm_ratio"), 3, "lower"),
     "input_isotropy": Measure("Iso of input ↑", _at("input_isotropy"), 2, "higher"),

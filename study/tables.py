@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
 from . import referee
@@ -305,6 +306,45 @@ def _readme() -> Table:
     return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
 
 
+def _geometry() -> Table:
+    """The rows of :data:`RECOMMENDED`, of which none is marked: no direction is the better one."""
+    measures = (
+        *("isotropy", "isotropy_centered", "isotropy_unit", "mean_norm_ratio"),
+        *("norm_frequency_correlation", "frequent_norm", "rare_norm", "effective_rank", "men"),
+    )
+    rows = [
+        [row.line.label, *(cell(row.line, [], name) for name in measures)] for row in RECOMMENDED
+    ]
+    headers = (MEASURES[name].header.rstrip(" ↑↓") for name in measures)
+    return Table(["embeddings", *headers], rows)
+
+
+WIDER = {
+    "AdamW, 0, 0.999": "adamw 0 0.999",
+    "LEAN": "lean",
+    "AdamW, 0.9, 0.95": "adamw 0.9 0.95",
+    "Ember": "ember",
+}
+"""The arms of :mod:`study.wider` by what the page calls them."""
+
+
+def _wider() -> Table:
+    """The validation loss by n with the first seed, and what the rate with the most seeds has."""
+    measured = results("wider")
+    rows = []
+    for label, arm in WIDER.items():
+        runs_of = {n: measured.get(f"{arm} n={n}", {}).get("seeds", {}) for n in (0, 2, 4)}
+        losses = [f"{seeds['1']['valid_loss']:.3f}" if seeds else "" for seeds in runs_of.values()]
+        n, seeds = max(runs_of.items(), key=lambda of_n: len(of_n[1]))
+        test, mean = (
+            shorthand([run[key] for run in seeds.values()], digits)
+            for key, digits in (("test_loss", 3), ("mean_norm_ratio", 3))
+        )
+        rows.append([label, *losses, str(n), test, mean, str(len(seeds))])
+    header = ["embeddings", *(f"L (validation), n = {n}" for n in (0, 2, 4))]
+    return Table([*header, "n", "test loss", "‖μ‖ʳ", "seeds"], rows)
+
+
 def step_time(optimizer: str) -> float:
     """The median time of a step on a GPU, relative to torch's fused AdamW."""
     (ratio,) = (
@@ -508,6 +548,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     **{question: partial(_zero_sum, question) for question in ZERO_SUM},
     "movement": _movement,
     "readme": _readme,
+    "geometry": _geometry,
+    "wider": _wider,
 }
 
 

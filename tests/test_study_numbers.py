@@ -238,18 +238,27 @@ def test_what_the_page_says_of_one_pass():
     )
     (p,) = said(r"five seeds; p = (\S+), paired")
     assert p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=0.051)
-    test = stats.ttest_1samp(
-        [
-            runs("one_pass_longer", "plain delayed n=1")[seed]["test_loss"] - run["test_loss"]
-            for seed, run in runs("betas_longer", "adamw 0 0.999 n=1").items()
-        ],
-        0,
-    )
-    low, high = test.confidence_interval()
+    of_documents = [
+        run["documents"]["test"]["loss"]
+        - runs("betas_longer", "adamw 0 0.999 n=1")[seed]["documents"]["test"]["loss"]
+        for seed, run in runs("one_pass_longer", "plain delayed n=1").items()
+    ]
+    low, high = stats.ttest_1samp(of_documents, 0).confidence_interval()
     shown = said(r"difference after 20M tokens is (\S+), with a 95 % interval of ± (\S+?)\. ")
     assert shown == pytest.approx([(low + high) / 2, (high - low) / 2], abs=5.1e-4)
     for page in ("README.md", "docs/study/README.md"):
-        assert f"(five seeds, ± {shown[1]:.3f})" in " ".join((ROOT / page).read_text().split())
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert f"({shown[0]:.3f} ± {shown[1]:.3f}, five seeds)" in text
+    assert said(r"with the only seed that has it \((\S+), (\S+) at n = 1\)") == pytest.approx(
+        [first("betas_longer", f"adamw 0 0.999 n={n}") for n in (2, 1)], abs=5.1e-4
+    )
+    ember, rival = (
+        [valid(*name)[seed] for seed in (1, 2, 3)]
+        for name in (("zero_sum", "ember free n=7"), ("one_pass", "plain delayed n=4"))
+    )
+    below, p = said(r"and (\S+) below LEAN at the rate with three seeds \(p = (\S+), paired\)")
+    assert below == pytest.approx(np.mean(rival) - np.mean(ember), abs=5.1e-4)
+    assert p == pytest.approx(stats.ttest_rel(ember, rival).pvalue, abs=5.1e-3)
     few = [
         first("one_pass_16k", "plain delayed n=7")
         - np.mean([*valid("batch_16k", "adamw 0 0.999 n=7").values()]),
@@ -345,7 +354,7 @@ def test_settings_that_were_written_down_first():
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/study/README.md")
     ]
     of_mean, *of_others = (" ".join(page.split()) for page in (*readmes, PAGE))
-    assert f"in eight shorter settings it is {expected[0]:.2f} higher" in of_mean
+    assert f"in eight settings of 75 to 1,200 steps it is {expected[0]:.2f} higher" in of_mean
     low_and_high = " to ".join(f"{number:.3f}" for number in expected[1:])
     assert f"{expected[0]:.3f} higher on average ({low_and_high})" in of_others[0]
     assert (
@@ -430,6 +439,97 @@ def test_readme():
         assert int(line[header.index("runs")]) == len(seeds)
         check_columns(header, line, seeds, IN_THE_README)
         assert float(line[2]) == pytest.approx(ratios.get(optimizer, 1.0), abs=5.1e-3)
+
+
+def test_what_lean_gives_up():
+    """Each cell of the table of geometry, and the numbers that the pages take from it."""
+    _, _, *lines = rows("geometry")
+    names = {
+        "AdamW, betas 0.9, 0.95": ("betas_longer", "adamw 0.9 0.95 n=0"),
+        "AdamW, betas 0, 0.999": ("betas_longer", "adamw 0 0.999 n=1"),
+        "Coupled Adam": ("paper_ratio", "coupled n=0"),
+        "LEAN": ("one_pass_longer", "plain delayed n=1"),
+        "Ember": ("one_pass_longer", "ember free n=2"),
+    }
+    of_run = [
+        *(lambda run, key=key: run[key] for key in ("isotropy", "isotropy_centered")),
+        *(lambda run, key=key: run[key] for key in ("isotropy_unit", "mean_norm_ratio")),
+        lambda run: run["norm_frequency_correlation"],
+        *(lambda run, band=band: run["band_norms"][band] for band in (0, -1)),
+        lambda run: run["effective_rank"],
+        lambda run: run["word_similarity"]["MEN"]["r"],
+    ]
+    assert [line[0] for line in lines] == [*names]
+    shown = {}
+    for label, *cells in lines:
+        for cell, value in zip(cells, of_run, strict=True):
+            if cell != "–":  # runs that are older than the measure
+                check(cell, [value(run) for run in runs(*names[label]).values()])
+        *means, men = (cell.partition(" ")[0] for cell in cells)
+        shown[label] = [mean if mean == "–" else f"{float(mean):.2f}" for mean in means] + [men]
+    adamw, coupled, lean = (shown[n] for n in ("AdamW, betas 0, 0.999", "Coupled Adam", "LEAN"))
+    text = " ".join(PAGE.split("## What LEAN gives up")[1].split("\n## ")[0].split())
+    assert (
+        f"Its isotropy is {lean[0]}, AdamW's at 0, 0.999 is {adamw[0]}, and Coupled Adam's is "
+        f"{coupled[0]}" in text
+    )
+    assert f"centred they are {lean[1]}, {adamw[1]} and {coupled[1]}" in text
+    assert f"longer than with AdamW ({lean[5]} and {adamw[5]}), and ρ is +{lean[4]}" in text
+    assert f"instead of {adamw[4]}; Coupled Adam has +{coupled[4]}" in text
+    assert f"LEAN has {lean[2]} and Coupled Adam {coupled[2]}" in text
+    assert f"(MEN: {lean[8]}, {adamw[8]} and {coupled[8]})" in text
+    readmes = (ROOT / name for name in ("README.md", "docs/study/README.md"))
+    readme, of_study = (" ".join(page.read_text(encoding="utf-8").split()) for page in readmes)
+    assert f"isotropy is {coupled[0]} with Coupled Adam and {lean[0]} with LEAN" in readme
+    assert f"isotropy does not follow ({lean[0]}; Coupled Adam has {coupled[0]})" in of_study
+
+
+def test_wider():
+    """Each cell of the wider model's table, its differences, and what other pages take from it."""
+    page = (ROOT / "docs/study/wider.md").read_text(encoding="utf-8")
+    arms = {"AdamW, 0, 0.999": "adamw 0 0.999", "LEAN": "lean"}
+    arms |= {"AdamW, 0.9, 0.95": "adamw 0.9 0.95", "Ember": "ember"}
+    valid_losses = {}
+    for label, *losses, n, test, mean, seeds in rows("wider", page)[2:]:
+        for cell, tried in zip(losses, (0, 2, 4), strict=True):
+            name = f"{arms[label]} n={tried}"
+            assert bool(cell) == (name in results("wider"))
+            if cell:
+                valid_losses[label, tried] = valid("wider", name)[1]
+                check(cell, [valid_losses[label, tried]])
+        of_n = runs("wider", f"{arms[label]} n={n}").values()
+        assert int(seeds) == len(of_n)
+        check(test, [run["test_loss"] for run in of_n])
+        check(mean, [run["mean_norm_ratio"] for run in of_n])
+    for label in ("LEAN", "AdamW, 0, 0.999"):
+        assert min((0, 2, 4), key=lambda n: valid_losses[label, n]) == 2
+    lean, adamw = (runs("wider", f"{arm} n=2") for arm in ("lean", "adamw 0 0.999"))
+    differences = [lean[seed]["test_loss"] - adamw[seed]["test_loss"] for seed in (2, 3, 4, 5)]
+    text = " ".join(page.split())
+    said = text.split("seeds 2 to 5: ")[1].split(".  ")[0]
+    expected = [*differences, np.mean(differences)]
+    expected += [*stats.ttest_1samp(differences, 0).confidence_interval()]
+    assert numbers(said)[:7] == pytest.approx(expected, abs=5.1e-4)
+    low, high = expected[5:]
+    assert low < 0  # not "broken"
+    assert high > 0.010  # nor "made"
+    higher = [
+        valid_losses[label, 0] - valid_losses[label, 2] for label in ("LEAN", "AdamW, 0, 0.999")
+    ]
+    assert numbers(text.split("at 1, LEAN is")[1])[:2] == pytest.approx(higher, abs=5.1e-4)
+    usual = runs("wider", "adamw 0.9 0.95 n=2")[1]["test_loss"]
+    (above,) = re.search(r"0\.95\*\* is (\S+) above both", text).groups()
+    for others in (lean, adamw):
+        assert float(above) == pytest.approx(usual - others[1]["test_loss"], abs=5.1e-3)
+    of_seeds = [
+        np.std([run["test_loss"] for run in side.values()], ddof=1) for side in (lean, adamw)
+    ]
+    assert numbers(text.split("Seeds differ by")[1])[0] == pytest.approx(
+        np.mean(of_seeds), abs=1e-3
+    )
+    interval = f"{low:.3f} to +{high:.3f}, four seeds"
+    for name in ("README.md", "docs/study/README.md"):
+        assert interval in " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])
@@ -570,7 +670,7 @@ def test_other_models():
         assert side == ("below" if difference < 0 else "above")
 
 
-NINE_SETTINGS = (
+TEN_SETTINGS = (
     ("betas", "a=0.75 0 0.99 n=4", "adamw 0 0.999 n=5"),
     ("betas_longer", "a=0.75 0 0.99 n=2", "adamw 0 0.999 n=1"),
     ("batch_16k", "a=0.75 0 0.99 n=7", "adamw 0 0.999 n=7"),
@@ -580,29 +680,31 @@ NINE_SETTINGS = (
     ("betas_H=32", "a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2"),
     ("betas_H=128", "a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2"),
     ("betas_V=16384", "a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2"),
+    ("batch_64k", "a=0.75 0 0.99 n=9", "adamw 0 0.999 n=9"),
 )
 
 
 def test_the_mean_over_settings():
     """Of the differences between the runs with the same seeds, on the test documents."""
     differences = []
-    for question, *names in NINE_SETTINGS:
+    for question, *names in TEN_SETTINGS:
         lean, adamw = (
             {seed: run["documents"]["test"]["loss"] for seed, run in runs(question, name).items()}
             for name in names
         )
         common = lean.keys() & adamw.keys()
         differences.append(np.mean([lean[seed] - adamw[seed] for seed in common]))
-    test = stats.ttest_1samp(differences, 0)
     text = re.search(
         r"a = 0\.75 is (\S+) above AdamW at 0, 0\.999, with a 95 % interval of (\S+) to (\S+) "
-        r"\(p = (\S+)\)",
+        r"\(p = (\S+)\).*without them it is (\S+) \((\S+) to (\S+)\)",
         " ".join(PAGE.split()),
     )
-    mean, low, high, p = map(float, text.groups())
-    assert mean == pytest.approx(np.mean(differences), abs=5.1e-4)
-    assert (low, high) == pytest.approx(test.confidence_interval(), abs=5.1e-4)
-    assert p == pytest.approx(test.pvalue, abs=5.1e-3)
+    shown = [*map(float, text.groups())]
+    for (mean, low, high), of in ((shown[:3], differences), (shown[4:], differences[:-1])):
+        test = stats.ttest_1samp(of, 0)
+        assert mean == pytest.approx(np.mean(of), abs=5.1e-4)
+        assert (low, high) == pytest.approx(test.confidence_interval(), abs=5.1e-4)
+    assert shown[3] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=5.1e-3)
 
 
 def test_20_million_tokens_at_the_usual_betas():

@@ -281,29 +281,34 @@ RECOMMENDED = (
     ),
     Recommended(Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "Coupled Adam"),
     Recommended(Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "LEAN"),
-    Recommended(Line("Ember", "one_pass_longer", "ember free n=2"), "V + H", "Ember compiled"),
+    Recommended(
+        Line("Ember, compiled", "one_pass_longer", "ember free n=2"), "V + H", "Ember compiled"
+    ),
 )
 """What we recommend and its rivals, after 20M tokens."""
 
 
 def _readme() -> Table:
-    """The rows of :data:`RECOMMENDED` in words that need no other page, without p."""
-    usual = RECOMMENDED[0].line
+    """The rows of :data:`RECOMMENDED` in words that need no other page, without tests."""
     rows = [
         [
             row.line.label,
             row.state,
             "1" if row.timed_as is None else f"{step_time(row.timed_as):.2f}",
-            *(
-                cell(row.line, [] if row.line is usual else [usual], name)
-                for name in ("test_loss", "mean_norm_ratio")
-            ),
+            *(cell(row.line, [], name) for name in ("test_loss", "mean_norm_ratio")),
             str(len(runs(row.line))),
         ]
         for row in RECOMMENDED
     ]
-    header = ["embeddings", "optimizer state", "time of a step", "test loss ↓"]
-    return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
+    columns = [
+        "embeddings",
+        "optimizer state of V x H",
+        "time of the update of 128,256 x 4,096 on an H200, relative to the fused AdamW ↓",
+        "test loss of 0.37M parameters after 9,768 steps ↓",
+        "norm of the mean embedding, relative to the mean norm ↓",
+        "seeds",
+    ]
+    return Table(columns, rows, left=(0, 1))
 
 
 def _geometry() -> Table:

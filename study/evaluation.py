@@ -53,7 +53,7 @@ def evaluate(
     """
     recipe, training, folder = run.recipe, run.recipe.training, run.folder
     size, length = training.batch_size, training.sequence_length
-    model, variant = load_trained(folder, recipe, "cpu")
+    model, variant = load_trained(run, "cpu")
     output = output_embeddings(model).detach()
     # The mask of a masked language model is no token of the corpus.
     counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))

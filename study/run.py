@@ -35,7 +35,7 @@ from .evaluation import Extra, evaluate
 from .questions import ON_A_GPU, QUESTIONS, Entry
 
 HERE = Path(__file__).parent
-ON_CPU = Execution(log=())
+ON_CPU = Execution(logger=[])
 
 
 @dataclasses.dataclass(frozen=True)

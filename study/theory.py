@@ -35,8 +35,8 @@ from coupled_adam.lab.evaluation.loading import (
     check_model,
     load_model,
     load_model_tokenizer,
-    recipe_of_run,
     require_causal,
+    trusted_run,
 )
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR, drawn
@@ -121,7 +121,7 @@ def measure_folder(
     if is_run(folder):
         if text is not None:
             raise UsageError(f"--text is for models; {folder} is a run with its own")
-        recipe = recipe_of_run(folder)
+        recipe = trusted_run(folder).recipe
         training = recipe.training
         model = load_model(folder / MODEL, device)
         tokens = prepare_corpus(recipe, cache).tokens("train")

@@ -17,6 +17,8 @@ from coupled_adam.lab.training import distributed
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.module import LanguageModel
 
+OPERATIONS = []
+
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -74,6 +76,21 @@ def on_rank_one(fault, function):
     return chosen
 
 
+def kill_at_operation(number):
+    """End before the n-th operation that changes something below $WATCHED."""
+    watched, writes = os.environ["WATCHED"], os.O_WRONLY | os.O_RDWR | os.O_CREAT
+    changes = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate"}
+
+    def hook(event, arguments):
+        changes_something = event in changes or (event == "open" and arguments[2] & writes)
+        if changes_something and str(arguments[0]).startswith(watched):
+            OPERATIONS.append(event)
+            if len(OPERATIONS) == number:
+                kill()
+
+    sys.addaudithook(hook)
+
+
 def of_a_checkpoint(path, *_):
     return path.parent.name == "checkpoints"
 
@@ -84,6 +101,9 @@ def build_in(fault, number):
     if fault in ("limit", "limit-of-one"):  # a disk that has no room for larger files
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+        return
+    if fault == "operation":
+        kill_at_operation(number)
         return
     loss = LanguageModel.loss
     places = {
@@ -101,4 +121,7 @@ def build_in(fault, number):
 
 if __name__ == "__main__":
     build_in(sys.argv[1], int(sys.argv[2]))
-    sys.exit(cli.main(sys.argv[3:]))
+    code = cli.main(sys.argv[3:])
+    if OPERATIONS:
+        Path(os.environ["WATCHED"], "operations").write_text(str(len(OPERATIONS)))
+    sys.exit(code)

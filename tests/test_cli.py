@@ -1,9 +1,11 @@
 """The command as a user runs it: real processes, real folders."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import warnings
@@ -121,7 +123,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
         (("tiny",), "unrecognized arguments: tiny"),
         (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
-        (("--arms.half.row_exponent=0.5",), "the recipe has the arms adamw, coupled"),
+        (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, coupled"),
         (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
         (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
@@ -241,6 +243,133 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
     out, err = capsys.readouterr()
     assert "isotropy" in out
     assert err == f"coupled-adam: error: No space left on device: {tmp_path / 'x.html'}\n"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_no_file_is_written_into(kind, tmp_path, capsys):
+    """With or without --overwrite, and it stays what it is."""
+    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    out, reader = tmp_path / "out", None
+    if kind == "a pipe":
+        os.mkfifo(out)
+        reader = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)
+    else:
+        try:
+            os.mknod(out, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+            out.write_text("x")
+        except PermissionError:
+            pytest.skip("not everybody may make devices")
+    before = out.lstat().st_mode
+    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(out), "--overwrite"]) == 0
+    assert out.lstat().st_mode == before
+    if reader is not None:
+        assert b"isotropy" in os.read(reader, 2**20)
+    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path), "--overwrite"]) == 2
+    assert f"--html {tmp_path} is a folder" in capsys.readouterr().err
+
+
+def test_one_file_for_two_results(tmp_path, capsys):
+    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    (tmp_path / "link.html").symlink_to(tmp_path / "x.html")
+    pages = ["--html", str(tmp_path / "x.html"), "--explore", str(tmp_path / "link.html")]
+    assert main(["analyze", str(tmp_path / "m.npy"), *pages]) == 2
+    assert "are the same file: choose two" in capsys.readouterr().err
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare", "--out"],
+        ["train", "--arm=adamw", "--out"],
+        ["report", "FOLDER", "--out"],
+        ["analyze", "FOLDER", "--html"],
+        ["repair", "FOLDER", "--out"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_name_that_is_not_utf8_is_refused_before_the_work(command, tmp_path, capsys, monkeypatch):
+    """Files of a run, and pages, hold it as text."""
+    monkeypatch.setattr(
+        "coupled_adam.lab.comparison.prepare_corpus", lambda *_: pytest.fail("it has begun")
+    )
+    words = [str(tmp_path) if word == "FOLDER" else word for word in command]
+    assert main([*words, str(tmp_path / os.fsdecode(b"\xff"))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be written: its name is not UTF-8" in line
+    assert not [*tmp_path.iterdir()]
+
+
+# Standard output is closed, or cannot be written, before the command starts.
+CLOSED = "import os, sys; os.close(1); sys.stdout = None; "
+FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+GONE = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.stdout = open(1, 'w'); "
+CALL = "import sys; from coupled_adam.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "tiny"]], ids=["table", "text"])
+@pytest.mark.parametrize(
+    ("before", "code", "said"),
+    [
+        (CLOSED, 0, ""),
+        (FULL, 1, "coupled-adam: error: No space left on device\n"),
+        (GONE, 141, ""),
+    ],
+    ids=["closed", "full", "gone"],
+)
+def test_an_output_that_takes_nothing(before, code, said, arguments):
+    process = Process([sys.executable, "-c", before + CALL, *arguments])
+    assert process.communicate() == ("", said)
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(("before", "code"), [(CLOSED, 0), (GONE, 141)], ids=["closed", "gone"])
+def test_a_comparison_does_not_end_with_its_reader(before, code, small_recipe, text_file, tmp_path):
+    """As after ``compare ... | head -1``: what was to be trained is trained."""
+    arguments = ["--recipe", small_recipe, "--text", text_file, "--steps=2", "--logger"]
+    arguments += ["--arms=adamw", "--device=cpu", "--out", tmp_path / "out"]
+    process = Process([sys.executable, "-c", before + CALL, "compare", *map(str, arguments)])
+    _, stderr = process.communicate()
+    assert process.returncode == code, stderr
+    assert "Traceback" not in stderr
+    assert (tmp_path / "out" / "report" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"},
+        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "x", "RANK": "0"},
+        {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "2"},
+    ],
+    ids=["--ntasks", "no srun", "no number", "too many"],
+)
+def test_a_launcher_that_says_too_little(told, monkeypatch, capsys, tmp_path):
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "9", **told}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("coupled_adam.cli.process_number", lambda: 0)
+    assert main(["train", "--arm=adamw", "--device=cpu", "--out", str(tmp_path / "x")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the environment variables of torchrun or SLURM cannot be used (" in line
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_stray_rank_silences_nothing(monkeypatch, capsys):
+    """Of what another program has left in the environment."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert main(["recipes"]) == 0
+    assert "tiny" in capsys.readouterr().out
+
+
+def test_a_current_folder_that_is_gone(tmp_path, capsys, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["analyze", "m.npy"]) == 2
+    assert "the current folder cannot be used (No such file" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Files and folders are complete or absent, and locks end with their process."""
 
+import os
 import sys
 from unittest.mock import Mock
 
@@ -10,46 +11,41 @@ from coupled_adam.errors import UsageError
 from processes import Process
 
 
-def fill(folder, content):
-    (folder / "sub").mkdir()
-    for name in ("a", "sub/b"):
-        (folder / name).write_text(content)
-
-
 def test_what_fails_leaves_the_old(tmp_path):
     """Neither half of what is new, nor anything beside it."""
-    with files.new_folder(tmp_path / "folder") as folder:
-        fill(folder, "old")
     files.write_atomically(tmp_path / "file", "old")
 
     def fail():
         with files.new_folder(tmp_path / "folder") as folder:
-            fill(folder, "new")
+            (folder / "a").write_text("new")
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     with pytest.raises(UnicodeEncodeError):
         files.write_atomically(tmp_path / "file", "\ud83d")
-    assert {path.name for path in tmp_path.iterdir()} == {"folder", "file"}
-    assert (tmp_path / "folder" / "sub" / "b").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_a_folder_is_replaced_as_a_whole(tmp_path):
-    for content in ("old", "new"):
-        with files.new_folder(tmp_path / "x") as folder:
-            fill(folder, content)
-            if content == "old":
-                (folder / "more").write_text("")
-    assert {path.name for path in (tmp_path / "x").iterdir()} == {"a", "sub"}
-    with (
-        pytest.raises(OSError, match="not empty"),
-        files.new_folder(tmp_path / "x", replace=False) as folder,
-    ):
-        fill(folder, "another")
-    assert (tmp_path / "x" / "a").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+def test_a_folder_replaces_nothing(tmp_path):
+    """And an error after it has its name does not remove it."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "mine").touch()
+    with pytest.raises(OSError, match="not empty") as caught, files.new_folder(tmp_path / "x"):
+        pass
+    assert caught.value.filename == str(tmp_path / "x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["x", "mine"]
+
+    def interrupted(path, target):
+        os.rename(path, target)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", interrupted)
+        with pytest.raises(KeyboardInterrupt), files.new_folder(tmp_path / "y") as folder:
+            (folder / "a").touch()
+    assert (tmp_path / "y" / "a").exists()
 
 
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
@@ -59,6 +55,41 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
         files.write_atomically(tmp_path / "file", "content")
     assert caught.value.filename == str(tmp_path / "file")
     assert not [*tmp_path.iterdir()]
+
+
+BEGIN = """
+import sys, time
+from pathlib import Path
+from coupled_adam import files
+with files.new_file(Path(sys.argv[1], "file")), files.new_folder(Path(sys.argv[1], "folder")):
+    print("begun", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    """By the next that writes the same; not what a process is still writing, nor a user's file."""
+    process = Process([sys.executable, "-c", BEGIN, str(tmp_path)])
+    process.until("begun")
+    mine = [tmp_path / ".file-1234abcd", tmp_path / ".folder-x"]
+    for path in mine:
+        path.touch()
+
+    def write():
+        files.write_atomically(tmp_path / "file", "content")
+        with files.new_folder(tmp_path / "folder"):
+            pass
+        return {path for path in tmp_path.glob(".*") if path not in mine}
+
+    unfinished = write()
+    assert {path.name.rpartition("-")[0] for path in unfinished} == {
+        ".file-unfinished",
+        ".folder-unfinished",
+    }
+    process.kill()
+    process.wait()
+    assert not write()
+    assert all(path.exists() for path in mine)
 
 
 HOLD = """
@@ -82,3 +113,42 @@ def test_a_folder_has_one_writer(tmp_path):
     for _ in range(2):
         with files.sole_writer(tmp_path):
             pass
+
+
+def test_a_claim_that_fails_leaves_nothing(tmp_path):
+    """What is refused is left without a lock; so is a place where nothing was written."""
+    check = Mock(side_effect=UsageError("it is another's"))
+    with pytest.raises(UsageError, match="another's"):
+        files.claimed(tmp_path, check).__enter__()
+    assert not [*tmp_path.iterdir()]
+
+    def fail():
+        with files.claimed(tmp_path / "a" / "b", lambda: files.check_unused(tmp_path / "a" / "b")):
+            assert (tmp_path / "a" / "b" / ".lock").exists()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_claim_asks_again(tmp_path):
+    """What another process has written in the meantime is not overwritten."""
+
+    def check():
+        files.check_unused(tmp_path / "x")
+        if not (tmp_path / "x").exists():
+            (tmp_path / "x").mkdir()
+            (tmp_path / "x" / "theirs").touch()
+
+    with pytest.raises(UsageError, match="x exists: continue it with --resume, or choose another"):
+        files.claimed(tmp_path / "x", check).__enter__()
+    assert (tmp_path / "x" / "theirs").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", None], ids=["no UTF-8", "half", "a pipe"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "x.json"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{path} is damaged \(.+\): restore it, or move it away"):
+        files.read(path, lambda text: text.index("}"))

@@ -59,7 +59,7 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     assert [line["step"] for line in found["curve"]] == [2, 4]
     # Averages of averages, in training and in the laboratory: another order of summation.
     assert found["valid_loss"] == pytest.approx(found["curve"][-1]["valid_loss"], rel=1e-5)
-    expected = evaluate_run(run.folder, corpus)
+    expected = evaluate_run(run, corpus)
     assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
     assert found["parameters"] == expected["parameters"]
     for name, measure in LOGGED.items():

@@ -1,79 +1,220 @@
-"""Files and folders that are complete or absent, and locks that end with their process."""
+"""Files and folders that are complete or absent, and locks that end with their process.
 
+All outputs are written in one way: beside their place under a hidden name, then renamed. A folder
+that several outputs go to is claimed first.
+"""
+
+import contextlib
+import glob
+import hashlib
+import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where what a killed process has left stays
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
 
 LOCK = ".lock"
 """The file by which a folder is locked; it stays when the lock is released."""
 
 
-def temporary_path(path: Path) -> Path:
-    """A hidden name beside ``path`` for what will become it: ``.NAME-`` and random digits."""
-    return path.with_name(f".{path.name[:200]}-{secrets.token_hex(4)}")
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name in the same folder, then rename it.
+    """Write a file as :func:`new_file` does.
 
     Raises:
         OSError: if the disk is full or the folder is not writable; an existing file is kept.
     """
-    temporary = temporary_path(path)
-    try:
+    with new_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
-    except OSError as error:
-        error.filename = str(path)  # a full disk names no file, and the temporary one is gone
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def new_folder(path: Path, replace: bool = True) -> Iterator[Path]:
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield an empty file to fill, which becomes ``path`` if the block ends without an error.
+
+    Raises:
+        OSError: as :func:`write_atomically`.
+    """
+    with _becoming(path, lambda temporary: temporary.touch(exist_ok=False)) as temporary:
+        yield temporary
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
 
-    A process that is killed leaves it under its name from :func:`temporary_path`.
-
-    Args:
-        replace: whether to remove a folder ``path``; otherwise one with anything in it is an error.
-
     Raises:
-        OSError: the disk is full or the place is not writable; the old folder is kept.
+        OSError: the disk is full, the place is not writable, or ``path`` has something in it.
     """
-    temporary, old = temporary_path(path), temporary_path(path)
-    temporary.mkdir()
-    try:
+    with _becoming(path, Path.mkdir) as temporary:
         yield temporary
-        if replace and path.exists():
-            path.rename(old)
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
+def _becoming(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """Make something beside ``path``; it is renamed if the block ends well, otherwise removed."""
+    name = f".{path.name[:180]}-unfinished-"
+    # A lock ends with its process: what can be locked has been left by one that was killed.
+    for leftover in path.parent.glob(f"{glob.escape(name)}*"):
+        with contextlib.suppress(OSError), _locked(leftover):
+            remove(leftover)
+    temporary = path.with_name(f"{name}{secrets.token_hex(4)}")
+    try:
+        make(temporary)
+        with _locked(temporary, is_needed=False):
+            yield temporary
+            temporary.replace(path)
+    except OSError as error:
+        # A full disk names no file, and the temporary one will be gone.
+        if error.filename is None or str(error.filename).startswith(str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        remove(temporary)
+
+
+@contextmanager
+def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
+    """Lock a file or a folder itself; OSError if another process has, or if locks are needed."""
+    descriptor = -1
+    try:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            if fcntl is None:
+                raise OSError("there are no locks")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # network file systems lock only what can be written to
+            if is_needed:
+                raise
+        yield
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def sole_writer(folder: Path, wait: float = 0) -> Iterator[None]:
     """Lock a folder against other writing processes; the system unlocks it when this one ends.
 
+    Args:
+        wait: the seconds to wait for another process.
+
     Raises:
-        UsageError: if another process writes to it.
-        OSError: if the folder is not writable.
+        UsageError: if another process writes to it, or this one may not.
     """
     try:
-        lock = FileLock(folder / LOCK).acquire(timeout=0)
+        lock = FileLock(folder / LOCK).acquire(timeout=wait)
     except Timeout:
         raise UsageError(
             f"{folder} is in use by another process: wait for it, or choose another --out"
         ) from None
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     with lock:
         yield
+
+
+@contextmanager
+def claimed(folder: Path, check: Callable[[], T]) -> Iterator[T]:
+    """Make a folder if it is not there, and be its only writer until the block ends.
+
+    Args:
+        check: refuses a folder that must not be written to; what it returns is yielded. It is
+            called before anything is changed, and again when no other process can change it.
+
+    Raises:
+        UsageError: of ``check``; or the folder is in use, or cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder} exists, and is no folder: choose another name")
+    if not is_utf8(folder):
+        raise UsageError(f"--out {folder} cannot be written: its name is not UTF-8")
+    check()
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    with sole_writer(folder):
+        try:
+            yield check()
+        finally:
+            # What has failed before anything was written leaves nothing.
+            with contextlib.suppress(OSError):
+                if [entry.name for entry in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+                    for place in missing:
+                        place.rmdir()
+
+
+def check_unused(folder: Path, problem: str = "exists") -> None:
+    """Raise UsageError, with a problem, if a folder that is to be new has been used.
+
+    A process that was killed before it wrote anything leaves hidden files.
+    """
+    is_new = not folder.exists() or (
+        folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir())
+    )
+    if not is_new:
+        hint = "continue it with --resume, or " if problem == "exists" else ""
+        raise UsageError(f"--out {folder} {problem}: {hint}choose another folder")
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"--out {folder} cannot be written ({error.strerror}): choose another folder")
+
+
+def is_utf8(path: Path) -> bool:
+    """Whether the name of a path can be written into files of text, as those of a run are."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read(path: Path, parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of the text of a file that this package has written.
+
+    Raises:
+        UsageError: the file is missing, is no regular file, or cannot be parsed.
+    """
+    try:
+        # A pipe of that name would be waited for.
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
+        return parse(path.read_text(encoding="utf-8"))
+    except Exception as error:  # whatever is wrong with the content
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{path} is damaged ({one_line(reason, 200)}): restore it, or move it away"
+        ) from None
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of the content of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(2**22):
+            digest.update(piece)
+    return digest.hexdigest()

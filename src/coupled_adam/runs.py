@@ -49,17 +49,13 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
-def step_of(checkpoint: Path) -> int:
-    """The number of steps made before a checkpoint, which is in its name."""
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file or a folder has the name of a checkpoint."""
-    return path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal()
+def parse_step(path: Path) -> int | None:
+    """The number of steps made before a checkpoint, which its name tells; None for other names."""
+    step = path.name.removeprefix("step-")
+    return int(step) if step != path.name and step.isdecimal() else None
 
 
 def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
-    steps = {path.name[len("step-") :].removesuffix(suffix): path for path in folder.glob("step-*")}
-    return dict(sorted((int(step), path) for step, path in steps.items() if step.isdecimal()))
+    steps = {parse_step(path.with_suffix("")): path for path in folder.glob(f"step-*{suffix}")}
+    return {step: steps[step] for step in sorted(step for step in steps if step is not None)}

@@ -34,7 +34,7 @@ seeds: [1]
 """)
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
-    train(Run(recipe, "adamw", 1, folder / "run"), corpus, Execution(log=()))
+    train(Run(recipe, "adamw", 1, folder / "run"), corpus, Execution(logger=[]))
     return folder / "run", corpus
 
 

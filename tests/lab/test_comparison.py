@@ -17,7 +17,7 @@ def test_a_run_that_diverges_does_not_end_the_others(small_recipe, text_file, tm
     }
     recipe = override(load_recipe(str(small_recipe)), values)
     out, reports = tmp_path / "out", []
-    options = {"execution": Execution(log=()), "cache": tmp_path / "cache"}
+    options = {"execution": Execution(logger=[]), "cache": tmp_path / "cache"}
     for resume in (False, True):
         with pytest.raises(DivergedError, match=r"adamw-1-seed-1: the .* is nan at step"):
             compare(recipe, out, resume=resume, on_report=reports.append, **options)

@@ -1,6 +1,7 @@
 """From text to token files: nothing lost, nothing in two splits, never half a corpus."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -228,6 +229,33 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
     with new_folder(cache / "another") as made_now:
         corpus = prepare_corpus(recipe, cache)
         assert set(entries(cache)) == {corpus.folder, made_now}
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "train.bin"),
+        lambda folder: os.truncate(folder / "test.bin", 10),
+        lambda folder: flip(folder / "unigram_counts.npy"),
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(),
+        lambda folder: shutil.rmtree(folder / "tokenizer"),
+        lambda folder: (folder / "corpus.json").unlink(),
+        lambda folder: (folder / "corpus.json").write_text(""),
+        lambda folder: (folder / "corpus.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_corpus_is_made_again(damage, recipe, tmp_path):
+    folder = prepare_corpus(recipe, tmp_path / "cache").folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    damage(folder)
+    assert prepare_corpus(recipe, tmp_path / "cache").folder == folder
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,10 +28,12 @@ from transformers import (
 from coupled_adam.cli import main
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation import evaluate as evaluation
 from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
+from coupled_adam.lab.run import read_run
 from coupled_adam.runs import is_run
 
 SETS = {
@@ -66,7 +70,7 @@ def snapshot(folder):
 
 def test_a_run(run):
     folder, corpus = run
-    result = evaluate_run(folder, corpus)
+    result = evaluate_run(read_run(folder), corpus)
     assert result == json.loads((folder / "evaluation.json").read_text())
     model = GPT2LMHeadModel.from_pretrained(folder / "model")
     expected, tokens = loss_of(model, corpus.tokens("test"), 16)
@@ -91,32 +95,48 @@ def test_what_has_been_evaluated_is_kept(run):
     def needed():
         raise AssertionError("the corpus is not needed")
 
-    first = evaluate_run(folder, lambda: corpus)
+    first = evaluate_run(read_run(folder), lambda: corpus)
     before = snapshot(folder)
-    assert evaluate_run(folder, needed) == first
+    assert evaluate_run(read_run(folder), needed) == first
     assert snapshot(folder) == before
     # Another part is added, from the weights as they are now.
-    with_words = evaluate_run(folder, needed, sets=SETS)
+    with_words = evaluate_run(read_run(folder), needed, sets=SETS)
     assert with_words["word_similarity"]["sets"]["ours"]["total"] == 5
     assert {**with_words, "word_similarity": None} == first
     # The loss of some batches takes the place of that of all, and the other way round.
-    some = evaluate_run(folder, corpus, batches=2)
+    some = evaluate_run(read_run(folder), corpus, batches=2)
     model = GPT2LMHeadModel.from_pretrained(folder / "model")
     expected, tokens = loss_of(model, corpus.tokens("test")[: 2 * 4 * 16 + 1], 16)
     assert tokens == 2 * 4 * 16
     assert some["test_loss"] == pytest.approx(expected, rel=1e-6)
     assert (some["test_tokens"], some["test_batches"]) == (tokens, 2)
     assert some["word_similarity"] == with_words["word_similarity"]
-    assert evaluate_run(folder, corpus) == with_words
+    assert evaluate_run(read_run(folder), corpus) == with_words
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["recipe"]["training"]["test_batches"] = 1
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert evaluate_run(folder, corpus)["test_tokens"] == 4 * 16
+    assert evaluate_run(read_run(folder), corpus)["test_tokens"] == 4 * 16
+
+
+def test_two_evaluations_of_a_run_at_once(run, monkeypatch):
+    """Neither loses what the other has written while it measured."""
+    folder, corpus = run
+    evaluate_run(read_run(folder), corpus)
+
+    def meanwhile(*arguments, measure=evaluation.word_similarity):
+        evaluate_run(read_run(folder), corpus, batches=2)
+        return measure(*arguments)
+
+    monkeypatch.setattr(evaluation, "word_similarity", meanwhile)
+    result = evaluate_run(read_run(folder), corpus, sets=SETS)
+    assert result == json.loads((folder / "evaluation.json").read_text())
+    assert result["test_batches"] == 2
+    assert result["word_similarity"]["sets"]["ours"]["total"] == 5
 
 
 def test_word_similarity_of_a_run(run):
     folder, corpus = run
-    score = evaluate_run(folder, corpus, sets=SETS)["word_similarity"]
+    score = evaluate_run(read_run(folder), corpus, sets=SETS)["word_similarity"]
     head = GPT2LMHeadModel.from_pretrained(folder / "model").lm_head.weight.detach()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ratings, cosines = [], []
@@ -248,7 +268,7 @@ def test_a_tokenizer_that_does_not_fit_its_model(gpt2, small, text_file):
 def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
     """Of an untied run, which shows both matrices, and of a model; within 80 columns."""
     folder, corpus = run
-    evaluate_run(folder, corpus)
+    evaluate_run(read_run(folder), corpus)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["evaluate", str(folder), "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
@@ -278,7 +298,10 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
     monkeypatch.setattr(
         "coupled_adam.lab.evaluation.loading.AutoModelForCausalLM.from_pretrained", from_pretrained
     )
+    config = Mock(return_value=({}, {}))
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", config)
     assert evaluate_model("some/model", revision="v2")["parameters"] > 0
+    config.assert_called_once_with("some/model", revision="v2", local_files_only=False)
     ((name, options),) = asked
     assert (name, options["revision"]) == ("some/model", "v2")
     assert options["use_safetensors"]
@@ -288,6 +311,19 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
     assert "is neither a run (config.yaml) nor a model" in capsys.readouterr().err
 
 
+def test_a_model_that_would_never_be_loaded(gpt2):
+    """Ten million layers, and a pipe that nobody writes to."""
+    path = gpt2 / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "n_layer": 10**7}))
+    with pytest.raises(UsageError, match=r"n_layer=10000000 in its config.json must be at most"):
+        evaluate_model(gpt2)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match=rf"{path} is no file"):
+        evaluate_model(gpt2)
+
+
 def test_what_is_no_finished_run(run):
     folder, corpus = run
     assert is_run(folder)
@@ -295,11 +331,11 @@ def test_what_is_no_finished_run(run):
     with pytest.raises(
         UsageError, match="its training has not finished; continue it with --resume"
     ):
-        evaluate_run(folder, corpus)
+        evaluate_run(read_run(folder), corpus)
     (folder / "config.yaml").unlink()
     assert not is_run(folder)
-    with pytest.raises(UsageError, match=r"config\.yaml"):
-        evaluate_run(folder, corpus)
+    with pytest.raises(UsageError, match=r"config\.yaml is damaged"):
+        read_run(folder)
     assert not (folder / "evaluation.json").exists()
 
 

@@ -1,28 +1,37 @@
 """Faults, each on real processes and files: what is promised in docs/reliability.md."""
 
 import dataclasses
+import hashlib
+import io
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from coupled_adam import cli
 from coupled_adam.errors import TrainingError, UsageError
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.run import read_run
+from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.run import train
-from laboratory import EXACT, LONG, SHORT, close
+from laboratory import EXACT, FAULTY, LONG, SHORT, close
+from processes import Process
 
 ARM = ["--arm", "coupled_adam"]
 
@@ -44,7 +53,7 @@ def unfinished(trained, tmp_path):
     shutil.rmtree(run / "model")
 
     def go_on(corpus=corpus):
-        train(dataclasses.replace(read_run(finished), folder=run), corpus, Execution(log=()))
+        train(dataclasses.replace(read_run(finished), folder=run), corpus, Execution(logger=[]))
         return load_file(run / "model" / "model.safetensors")
 
     return run, go_on
@@ -55,29 +64,90 @@ class Trap:
         return os.mkdir, ("executed",)
 
 
+def flipped(content, place):
+    """A copy in which one bit is another."""
+    at = int(place * (len(content) - 1))
+    return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
+def without_loops(content):
+    """A checkpoint that torch loads without an error, and Lightning goes on from in silence."""
+    checkpoint = torch.load(io.BytesIO(content), weights_only=True)
+    del checkpoint["loops"]
+    checkpoint["optimizer_states"][0]["state"] = {}
+    saved = io.BytesIO()
+    torch.save(checkpoint, saved)
+    return saved.getvalue()
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize(
-    "content",
-    [b"PK half of a checkpoint", b"", pickle.dumps(Trap())],
-    ids=["half", "empty", "trap"],
+    "damage",
+    [
+        lambda content: flipped(content, 0),
+        lambda content: flipped(content, 0.3),
+        lambda content: flipped(content, 0.9),
+        lambda content: content[: len(content) // 2],
+        lambda _: b"",
+        lambda _: pickle.dumps(Trap()),
+        without_loops,
+    ],
+    ids=["first bit", "bit", "late bit", "half", "empty", "trap", "edited"],
 )
-def test_a_damaged_checkpoint_is_refused(unfinished, trained, content, tmp_path, monkeypatch):
-    """Nothing in it is executed; once it is removed, the one before it is continued."""
+def test_a_damaged_checkpoint_is_not_continued(unfinished, trained, damage, tmp_path, monkeypatch):
+    """The run says so, and goes on from the one before to the same result; without one it ends."""
     run, go_on = unfinished
     monkeypatch.chdir(tmp_path)
-    path = run / "checkpoints" / "step-50"
-    path.write_bytes(content)
-    before = {p: p.read_bytes() for p in run.rglob("step-*")}
-    with pytest.raises(
-        UsageError, match=rf"{path} is damaged \(.*\): remove it to continue"
-    ) as said:
+    first, last = (run / "checkpoints" / f"step-{step}" for step in (25, 50))
+    whole = first.read_bytes()
+    for path in (first, last):
+        path.write_bytes(damage(path.read_bytes()))
+    before = snapshot(run)
+    with pytest.raises(UsageError, match=rf"{last} is damaged, and there is no other: remove it"):
         go_on()
-    assert "\n" not in str(said.value)
+    assert snapshot(run) == before
+    first.write_bytes(whole)
+    with pytest.warns(UserWarning, match=rf"damaged, and removed: {last}; continuing from {first}"):
+        continued = go_on()
     assert not (tmp_path / "executed").exists()
-    assert {p: p.read_bytes() for p in run.rglob("step-*")} == before
-    path.unlink()
-    continued = go_on()
     expected = load_file(trained[0] / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
+
+
+def test_a_damaged_file_of_a_sharded_checkpoint(tmp_path):
+    """Each file counts, and none may be missing."""
+    folder, sums = tmp_path / "checkpoints", {}
+    for step in (1, 2):
+        (folder / f"step-{step}").mkdir(parents=True)
+        for name in ("__0_0.distcp", ".metadata"):
+            (folder / f"step-{step}" / name).write_bytes(content := f"{name} {step}".encode())
+            digest = hashlib.sha256(content).hexdigest()
+            sums.setdefault(f"step-{step}", {})[name] = digest
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    checkpoints = Checkpoints(tmp_path, 1)
+    assert checkpoints.last() == (2, folder / "step-2")
+    (folder / "step-2" / ".metadata").unlink()
+    with pytest.warns(UserWarning, match="step-2"):
+        assert checkpoints.last() == (1, folder / "step-1")
+    assert not (folder / "step-2").exists()
+    (folder / "step-1" / "__0_0.distcp").write_bytes(b"__0_0.distcp 3")
+    with pytest.raises(UsageError, match="step-1 is damaged"):
+        checkpoints.last()
+
+
+def test_a_checkpoint_of_another_run(unfinished, trained, recipe):
+    """It is whole, but does not fit."""
+    run, go_on = unfinished
+    path = run / "checkpoints" / "step-50"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"] = {}
+    torch.save(checkpoint, path)
+    (run / "checkpoints" / "checksums.json").unlink()  # as older versions left it
+    with pytest.raises(UsageError, match=rf"{path} does not fit this run \(.*\): remove it to"):
+        go_on()
 
 
 def test_a_folder_of_others_is_refused(unfinished):
@@ -102,12 +172,49 @@ def test_a_comparison_that_cannot_go_on_changes_nothing(recipe, tmp_path, monkey
     before = (begun / "comparison.yaml").read_bytes()
     monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
     more = dataclasses.replace(recipe, seeds=[1, 2])
-    options = {"execution": Execution(log=()), "cache": tmp_path / "cache"}
+    options = {"execution": Execution(logger=[]), "cache": tmp_path / "cache"}
     for out in (new, begun):
         with pytest.raises(UsageError, match="no text"):
             comparison.compare(more, out, resume=out == begun, **options)
     assert [*begun.parent.iterdir()] == [begun]
-    assert [path.read_bytes() for path in begun.iterdir()] == [before]
+    assert snapshot(begun) == {begun / "comparison.yaml": before, begun / ".lock": b""}
+
+
+def test_what_is_somebody_elses_is_left(unfinished, recipe, tmp_path, monkeypatch, capsys):
+    """No lock is made in it, no hidden file removed, and nothing written through a link."""
+    run, go_on = unfinished
+    (run / ".model-12345678").touch()
+    go_on()
+    assert (run / ".model-12345678").exists()
+
+    monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=AssertionError))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "metrics.jsonl").touch()
+    command = ["train", "--recipe=tiny", "--arm=adamw", "--resume", "--device=cpu", "--out"]
+    assert cli.main([*command, str(tmp_path / "theirs")]) == 2
+    assert "theirs holds metrics.jsonl but no run" in error(capsys.readouterr().err)
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["metrics.jsonl"]
+
+    shutil.rmtree(run / "model")
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="holds a link, checkpoints, through which"):
+        go_on()
+
+
+def test_a_comparison_has_its_folder_while_it_tokenizes(recipe, tmp_path, monkeypatch):
+    """Another, which begins and would end meanwhile, is not overwritten: it cannot begin."""
+    options = {"execution": Execution(logger=[]), "cache": tmp_path / "cache"}
+
+    def prepare(*_):
+        with pytest.raises(UsageError, match="out is in use by another process"):
+            comparison.compare(dataclasses.replace(recipe, seeds=[3]), tmp_path / "out", **options)
+        raise UsageError("no text")
+
+    monkeypatch.setattr(comparison, "prepare_corpus", prepare)
+    with pytest.raises(UsageError, match="no text"):
+        comparison.compare(recipe, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_run_continues_with_is_recorded(unfinished):
@@ -132,6 +239,12 @@ def test_another_text_is_refused(unfinished, trained, tmp_path):
     text.write_text(before)
     with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
         go_on(changed)
+    # The text is the same, and another tokenizer made other tokens of it.
+    copy = shutil.copytree(trained[1].folder, tmp_path / "copy")
+    tokens = dataclasses.replace(trained[1], folder=copy)
+    np.save(tokens.folder / "unigram_counts.npy", tokens.unigram_counts() + 1)
+    with pytest.raises(UsageError, match="was begun with another text"):
+        go_on(tokens)
     assert not (run / "model").exists()
     go_on()
 
@@ -170,8 +283,9 @@ def test_killed_while_it_writes(lab, fault, checkpoints):
     folder = lab.folder / "cut" / "checkpoints"
     assert lab.checkpoints("cut") == checkpoints
     lab.run("cut", *ARM, *SHORT, "--resume")
-    assert sorted(path.name for path in folder.iterdir()) == ["step-30", "step-40"]
-    assert not [*folder.parent.glob(".model-*")]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["checksums.json", "step-30", "step-40"]
+    assert [path.name for path in folder.parent.rglob(".*")] == [".lock"]
     lab.assert_equal("cut", *ARM, *SHORT)
 
 
@@ -258,6 +372,69 @@ def test_a_disk_that_is_full_for_the_model(unfinished, monkeypatch):
     go_on()
 
 
+# --- files of runs that are damaged ---
+
+WHOLE = ["", "{", "[]", "null", "3", '"x"', "\xff", "{}"]
+VALUES = [None, "x", -1, 1e999, [], {}, True, [[]], {"x": {"x": []}}, 10**400]
+
+
+def damages(path):
+    """What a file may hold instead: something else as a whole, or in one of its places."""
+    yield from WHOLE
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        *first, last = text.splitlines()
+        content = json.loads(last)
+        yield text[: len(text) // 2] + "\n"
+        before = "".join(f"{line}\n" for line in first)
+    else:
+        content, before = (yaml.safe_load if path.suffix == ".yaml" else json.loads)(text), ""
+    for key, value in content.items():
+        for other in [*VALUES, "gone"]:
+            changed = {**content, key: other}
+            if other == "gone":
+                del changed[key]
+            yield before + json.dumps(changed) + "\n"
+        if isinstance(value, dict):
+            for inner in value:
+                yield before + json.dumps({**content, key: {**value, inner: [{}]}}) + "\n"
+
+
+FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("every", [30, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, capsys):
+    """Each command reads them, or ends with one line that names the run; none ends in a bug."""
+    folder, corpus = trained
+    for place in ("comparison", "data.corpus"):
+        monkeypatch.setattr(f"coupled_adam.lab.{place}.prepare_corpus", lambda *_: corpus)
+    whole, run = shutil.copytree(folder, tmp_path / "whole"), tmp_path / "run"
+    evaluate_run(read_run(whole), corpus)
+    refused = 0
+    for damage in [*damages(whole / name)][::every]:
+        for command in (
+            ["report", run, "--out", tmp_path / "report"],
+            ["evaluate", run, "--device=cpu", "--batches=1"],
+            ["train", "--arm=adamw", "--device=cpu", "--logger", "--resume", "--out", run],
+        ):
+            shutil.copytree(whole, run)
+            if command[0] == "train":  # the last checkpoint is there, and the model is not
+                shutil.rmtree(run / "model")
+            (run / name).write_bytes(damage.encode("latin-1"))
+            before = snapshot(run)
+            code = cli.main([*map(str, command)])
+            said = capsys.readouterr().err
+            if code:
+                assert code == 2, (damage, said)
+                assert str(run) in error(said), damage
+                assert snapshot(run).items() >= before.items(), damage
+                refused += 1
+            shutil.rmtree(run)
+    assert refused > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fault", "said"),
@@ -281,3 +458,70 @@ def test_a_disk_that_is_full_for_one_rank(lab, strategy, fault, said):
     assert sorted(path.name for path in folder.iterdir()) == before
     lab.run("cut", *arguments, "--resume", processes=2)
     close(lab.reference(*ARM, *LONG, *EXACT)[0], lab.weights("cut"), 1e-10)
+
+
+# --- kills at any operation on a file ---
+
+FEW = ["--steps=4", "--training.evaluate_every=2", "--device=cpu", "--logger"]
+
+
+def tree(folder):
+    """All files of runs and reports without what is never the same: times, and a zip's padding."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+        if path.name == "metrics.jsonl":
+            lines = map(json.loads, content.splitlines())
+            content = [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+        if path.name in ("environment.json", "checksums.json", "index.html", "runs.csv"):
+            content = None
+        if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+            content = None  # its weights are those of the model
+        files[name] = content
+    return files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["compare", "train", "evaluate", "report"])
+def test_killed_at_any_operation(command, small_recipe, text_file, tmp_path):
+    """25 times each: before a file is opened for writing, renamed or removed, or a folder is made.
+
+    The same command again, with ``--resume`` if it trains, ends as if nothing had happened.
+    """
+    begun, out = tmp_path / "begun", tmp_path / "out"
+    training = ["--recipe", small_recipe, "--text", text_file, *FEW]
+    arguments = {
+        "compare": ["compare", *training, "--out", out],
+        "train": ["train", "--arm=adamw", *training, "--out", out],
+        "evaluate": ["evaluate", out / "adamw-seed-1", "--device=cpu", "--batches=2"],
+        "report": ["report", out],
+    }
+
+    def run(*more, fault="0"):
+        program = [FAULTY, "operation", fault, *arguments[command], *more]
+        process = Process([sys.executable, *program], {**os.environ, "WATCHED": str(tmp_path)})
+        _, stderr = process.communicate()
+        return process.returncode, stderr
+
+    if command in ("evaluate", "report"):
+        assert cli.main([*map(str, arguments["compare"])]) == 0
+        if command == "evaluate":
+            (out / "adamw-seed-1" / "evaluation.json").unlink()
+        out.rename(begun)
+        shutil.copytree(begun, out)
+    code, stderr = run()  # to the end
+    assert code == 0, stderr
+    operations = int((tmp_path / "operations").read_text())
+    expected = tree(out)
+    drawn = random.Random(0)
+    for number in (drawn.randint(1, operations) for _ in range(25)):
+        shutil.rmtree(out)
+        if begun.exists():
+            shutil.copytree(begun, out)
+        code, stderr = run(fault=str(number))
+        assert code == -signal.SIGKILL, (number, stderr)
+        code, stderr = run(*(["--resume"] if command in ("compare", "train") else []))
+        assert code == 0, (number, stderr)
+        assert tree(out) == expected, number
+        hidden = {path.name for path in tmp_path.rglob(".*")}
+        assert hidden <= {".lock", ".files.json"}, number

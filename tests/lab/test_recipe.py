@@ -489,3 +489,48 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path):
     assert load_recipe(str(path)).name == "half"
     (tmp_path / "again.yaml").write_text(f"extends: {path}\n")
     assert load_recipe(str(tmp_path / "again.yaml")).name == "again"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: x\ntraining: {lr: 1}\nname: y",
+        "name: x\ntraining: {lr: 1, lr: 2}",
+        "arms: {adamw: {optimizer: adamw, beta1: 0.1, beta1: 0.9}}",
+    ],
+)
+def test_a_key_that_is_given_twice(text, tmp_path):
+    """YAML's own loader would take the last without a word."""
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(
+        UsageError, match=r"line \d: the key (name|lr|beta1) is given a second time"
+    ):
+        load_recipe(str(tmp_path / "x.yaml"))
+    with pytest.raises(UsageError, match="given a second time"):
+        read_yaml("{optimizer: lean, lr_factor: 2, lr_factor: 4}", "--arms.lean")
+
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+MERGES = "a0: &a0 {x0: 1, x1: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+LISTS = "".join(f"    {key}: [{', '.join(map(str, range(1, 10)))}]\n" for key in "abcdefghijkl")
+
+
+@pytest.mark.parametrize("key", ["name", "arms", "seeds", "model"])
+@pytest.mark.parametrize("text", [ALIASES, MERGES], ids=["aliases", "merges"])
+def test_a_recipe_cannot_make_us_wait(text, key, tmp_path):
+    """A few hundred bytes that stand for more than any memory holds."""
+    (tmp_path / "x.yaml").write_text(f"{text}{key}: *a11\n")
+    with pytest.raises(UsageError, match=r"x.yaml' is not YAML: it (stands for|merges)"):
+        load_recipe(str(tmp_path / "x.yaml"))
+    circle = read_yaml("a: &a [1]\nb: *a", "it")
+    assert circle == {"a": [1], "b": [1]}  # aliases of little are followed
+
+
+def test_lists_of_options_have_a_limit(tmp_path):
+    (tmp_path / "x.yaml").write_text(f"extends: tiny\narms:\n  x:\n    optimizer: adamw\n{LISTS}")
+    with pytest.raises(UsageError, match=r"arms.x has lists for 282,429,536,481 arms"):
+        load_recipe(str(tmp_path / "x.yaml"))

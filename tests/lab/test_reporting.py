@@ -240,6 +240,8 @@ def test_report(comparison):
         "summary.csv",
         "runs.csv",
         "results.json",
+        ".files.json",
+        ".lock",
         "overview.png",
         "figures/second_moment_fit.png",
         *(f"figures/small/{name}.png" for name in ("spectrum", "second_moment")),
@@ -336,24 +338,67 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
 
 
 def test_a_report_replaces_only_a_report(comparison, tmp_path):
-    """Not runs, a file, or another page with such names; nor a report that holds more."""
-    made, run, site = comparison / "report", comparison / "small-adamw-seed-1", tmp_path / "site"
-    report([comparison], made)
+    """Not runs, a file, or another page with such names."""
+    run, site = comparison / "small-adamw-seed-1", tmp_path / "site"
     (site / "figures").mkdir(parents=True)
     for name in ("index.html", "runs.csv", "figures/mine.png"):
         (site / name).write_text("mine")
-    places = [comparison, tmp_path, run, run / "model", run / "config.yaml", site, made, made]
-    mine = [None] * 6 + [made / "notes.txt", made / "figures" / "notes.txt"]
-    for place, note in zip(places, mine, strict=True):
-        if note:
-            note.write_text("mine")
+    for place in (comparison, tmp_path, run, run / "model", run / "config.yaml", site):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(UsageError, match="holds something other than a report"):
+        with pytest.raises(UsageError, match=r"something other than a report|is no folder"):
             report([comparison], place)
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before
-        if note:
-            note.unlink()
+
+
+def test_what_a_user_adds_to_a_report_stays(comparison, recipe):
+    """Notes and pictures of one's own; what the report itself no longer has is removed."""
+    out = comparison / "report"
+    make_run(comparison / "more", override(recipe, {"name": "more"}), "adamw", 1, 3.0)
+    report([comparison], out)
+    assert (out / "figures" / "more" / "overview.png").exists()
+    mine = [out / name for name in ("notes.txt", "mine.png", "figures/mine.png", "a/b/mine.png")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    shutil.rmtree(comparison / "more")
+    report([comparison], out)
+    assert all(path.read_text() == "mine" for path in mine)
+    assert not (out / "figures" / "more").exists()
+    assert (out / "overview.png").exists()
+
+
+def test_a_report_writes_and_removes_nothing_elsewhere(comparison, tmp_path):
+    """Another person's may hold a link, or a list of files that leads out of it."""
+    out, other = comparison / "report", tmp_path / "other"
+    report([comparison], out)
+    other.mkdir()
+    (other / "mine.png").touch()
+    listed = ["../../other/mine.png", str(other / "mine.png"), "linked/mine.png"]
+    (out / "linked").symlink_to(other)
+    (out / ".files.json").write_text(json.dumps(listed))
+    report([comparison], out)
+    assert [path.name for path in other.iterdir()] == ["mine.png"]
+    shutil.rmtree(out / "figures")
+    (out / "figures").symlink_to(other)
+    with pytest.raises(UsageError, match="a link that leads out"):
+        report([comparison], out)
+    assert [path.name for path in other.iterdir()] == ["mine.png"]
+
+
+def test_runs_without_a_config_are_named(comparison, recipe):
+    """One that is lost, empty or another program's; in a folder of others it is theirs."""
+    lost = make_run(comparison, override(recipe, {"name": "lost"}), "adamw", 1, 3.0)
+    (lost / "config.yaml").unlink()
+    (comparison / "wandb").mkdir()
+    (comparison / "wandb" / "config.yaml").write_text("theirs: 1")
+    runs, left_out = read_runs([comparison])
+    assert len(runs) == 6
+    assert left_out == {lost: "it has no config.yaml"}
+    for content in ("", "theirs: 1", "arm: adamw\nseed: 1\nrecipe: 3"):
+        (lost / "config.yaml").write_text(content)
+        with pytest.raises(UsageError, match=rf"{lost}/config.yaml is damaged"):
+            read_runs([comparison])
 
 
 def test_losses_over_other_data_are_not_compared(comparison):
@@ -398,7 +443,7 @@ def test_a_damaged_run_is_named(file, comparison):
     path = comparison / "small-adamw-seed-1" / file
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2].rstrip("\n") + "{\n")
-    with pytest.raises(UsageError, match=r"small-adamw-seed-1 is damaged .*: move it away"):
+    with pytest.raises(UsageError, match=rf"seed-1/{file} is damaged .*: restore it, or move"):
         report([comparison], comparison / "report")
     path.write_text(whole)
     report([comparison], comparison / "report")

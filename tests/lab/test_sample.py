@@ -57,18 +57,18 @@ def test_command(run, gpt2, tmp_path, capsys):
     recipe["arms"] = {"adamw": {"optimizer": "adamw"}, "coupled": {"optimizer": "coupled_adam"}}
     comparison.mkdir()
     (comparison / "comparison.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["evaluate", "--sample", str(comparison)]) == 2
+    assert main(["sample", str(comparison)]) == 2
     assert "none of its runs has finished" in capsys.readouterr().err
     for arm in recipe["arms"]:
         shutil.copytree(folder, comparison / f"{arm}-seed-1")
     options = ["--prompt", "The", "--tokens", "8"]
-    assert main(["evaluate", "--sample", str(comparison), str(gpt2), *options, "--json"]) == 0
+    assert main(["sample", str(comparison), str(gpt2), *options, "--json"]) == 0
     first, second, third = json.loads(capsys.readouterr().out)
     assert [first["model"], second["model"]] == [
         str(comparison / f"{arm}-seed-1") for arm in recipe["arms"]
     ]
     assert first["text"] == second["text"] != third["text"]  # the same model, another
-    assert main(["evaluate", "--sample", str(comparison), str(gpt2), *options]) == 0
+    assert main(["sample", str(comparison), str(gpt2), *options]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
     assert shown.count("The") == 3

@@ -370,13 +370,13 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path, monkey
     recipe = override(recipe, {"data.text": str(text_file), **changes})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
     run = Run(recipe, "adamw", 1, tmp_path / "run")
-    training.train(run, corpus, Execution(log=()))
+    training.train(run, corpus, Execution(logger=[]))
     assert calls == ["step", "step", "AdamW", "step", "step", "step", "end"]
     weights = load_file(run.folder / "model" / "model.safetensors")
     assert (weights["transformer.wte.weight"] == 2).all()
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["recipe"]["variant"] == "interventions:NOTED"
-    training.train(run, corpus, Execution(log=()))  # it is finished
+    training.train(run, corpus, Execution(logger=[]))  # it is finished
     assert len(calls) == 7
 
 

@@ -14,7 +14,13 @@ from types import ModuleType
 from typing import NoReturn
 
 from coupled_adam import __version__
-from coupled_adam.cli.terminal import other_rank, quiet_libraries
+from coupled_adam.cli.terminal import (
+    Reader,
+    discard_output,
+    open_streams,
+    process_number,
+    quiet_libraries,
+)
 from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
@@ -23,13 +29,17 @@ from coupled_adam.errors import (
     one_line,
 )
 
+_READER_GONE = 141
+"""The exit code where standard output was a pipe that was closed: 128 + SIGPIPE."""
+
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
 COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
-    "evaluate": "evaluate a run, or any causal language model, or print texts that they write",
+    "evaluate": "evaluate a run, or any causal language model",
+    "sample": "print texts that models write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
     "repair": "write a copy of a model in which dead embeddings are repaired",
@@ -42,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
     75: stopped by SIGTERM; training leaves a checkpoint. 130: interrupted by the user. After 1, 75
-    and 130 the same command with ``--resume`` continues, if it trains.
+    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but what read the
+    output went away.
     """
+    open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else ""
     resume = "; continue with --resume" if name in ("compare", "train") else ""
@@ -56,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options = parsed(command, words[1:])
         quiet_libraries()
+        _check_current_folder()
         with _sigterm_raises():
             command.run(options)
         sys.stdout.flush()
-        return 0
+        return _READER_GONE if Reader.has_gone else 0
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,16 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{resume}")
         return 130
-    except BrokenPipeError:  # what reads the output, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        discard_output()
+        return _READER_GONE
     except Exception as error:
         code, message = _explained(error, resume)
         if not code:  # a bug
             raise
         # Of several processes each says what went wrong in it, and the first what all of them know.
-        if other_rank() is not None and not isinstance(error, UsageError | TrainingError):
-            print(f"coupled-adam: error: process {other_rank()}: {message}", file=sys.stderr)
+        if process_number() and not isinstance(error, UsageError | TrainingError):
+            print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is standard output whose disk is full
+            discard_output()
         _say(f"error: {message}")
         return code
 
@@ -100,13 +117,23 @@ def _explained(error: Exception, resume: str) -> tuple[int, str]:
             return 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'"
         case OSError() if error.errno is not None:
             path = error.filename2 or error.filename  # where something was to be renamed to
-            return 1, one_line(f"{os.strerror(error.errno)}: {path}{resume}")
+            where = "" if path is None else f": {path}"
+            return 1, one_line(f"{os.strerror(error.errno)}{where}{resume}")
         case MemoryError() | RuntimeError():
             # torch's error for a CPU is a RuntimeError, which only its message tells from others.
             said = f"{type(error).__name__} {error}"
             if any(word in said for word in ("MemoryError", "OutOfMemory", "DefaultCPUAllocator")):
                 return 1, f"out of memory: {one_line(error)}{resume}"
     return 0, ""
+
+
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current folder cannot be used ({error.strerror}): go to another one"
+        ) from None
 
 
 def load_command(name: str) -> ModuleType:
@@ -125,7 +152,7 @@ def _overview() -> str:
 
 
 def _say(message: str) -> None:
-    if other_rank() is None:
+    if not process_number():
         print(f"coupled-adam: {message}", file=sys.stderr)
 
 

@@ -13,12 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    arm_name,
-    check_outputs,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
@@ -58,7 +53,6 @@ def run(options: Options) -> None:
 
     plain = load_values(options.recipe or DEFAULT_RECIPE)
     out = options.out or Path("runs") / str(plain.get("name"))
-    check_outputs(out=out)
     stored = comparison.stored_recipe(out) if options.resume else None
     if options.resume and options.out and not options.recipe and not stored:
         raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")

@@ -7,40 +7,60 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, did_you_mean
 from coupled_adam.fields import Count, require
-from coupled_adam.files import write_atomically
+from coupled_adam.files import is_utf8, write_atomically
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.runs import COMPARISON, CONFIG
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
-    from coupled_adam.lab.training.config import Execution
 
 DEFAULT_RECIPE = "demo"
 
 
-def check_outputs(overwrite: bool = True, **outputs: Path | None) -> None:
-    """Refuse what cannot be written to, or exists and must not be replaced; nothing is changed."""
+def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None:
+    """Refuse what cannot be written, or exists: a file without ``overwrite``, None for any."""
+    named: dict[Path, str] = {}
     for option, path in outputs.items():
         if path is None:
             continue
-        if path.exists() and not overwrite:
-            raise UsageError(f"--{option} {path} exists: choose another name, or add --overwrite")
+        name = f"--{option} {path}"
+        if path.exists() and not _is_stream(path):
+            require(overwrite is not None, f"{name} exists: choose another name")
+            require(not path.is_dir(), f"{name} is a folder: choose the name of a file")
+            require(overwrite, f"{name} exists: choose another name, or add --overwrite")
         place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-        is_below_a_file = place.is_file() and not path.exists()
-        if is_below_a_file or not os.access(place, os.W_OK):
-            raise UsageError(
-                f"--{option} {path} cannot be written: {place} is no folder to write to"
-            )
+        is_below_a_file = place != path.absolute() and not place.is_dir()
+        require(
+            os.access(place, os.W_OK) and not is_below_a_file,
+            f"{name} cannot be written: {place} is no folder to write to",
+        )
+        require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
+        other = named.setdefault(path.resolve(), option)
+        require(other == option, f"--{other} and {name} are the same file: choose two")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file that an option names, and the folders above it."""
+    """Write a file that an option names, and the folders above it.
+
+    What is no file, such as ``/dev/stdout`` or ``/dev/null``, is written into, and stays.
+    """
+    if _is_stream(path):
+        with path.open("ab") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path.resolve(), content)  # a link stays one
+
+
+def _is_stream(path: Path) -> bool:
+    # What the shell has opened may be a file, too, which it goes on writing to.
+    is_of_shell = str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"))
+    return path.exists() and not path.is_dir() and (is_of_shell or not path.is_file())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +113,7 @@ class MeasuringOptions(ModelOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions(DeviceOption):
+class RunOptions(DeviceOption, Execution):
     """What is trained, and how.
 
     recipe: the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: demo;
@@ -102,11 +122,6 @@ class RunOptions(DeviceOption):
     steps: training steps (training.steps).
     variant: execute the code of this variant, MODULE:NAME.
     resume: continue the runs in OUT from their last checkpoints, with their recipe and text.
-    strategy: how several processes (torchrun, srun) share a run; fsdp2 shards the model.
-    micro_batch_size: sequences that a process takes at a time (default: its whole share of the
-        batch).
-    compile: compile the model.
-    logger: loggers in addition to metrics.jsonl (default: tensorboard); none without a value.
     """
 
     recipe: str | None = None
@@ -114,12 +129,6 @@ class RunOptions(DeviceOption):
     steps: Count | None = None
     variant: str | None = None
     resume: bool = False
-    strategy: Literal["ddp", "fsdp2"] = "ddp"
-    micro_batch_size: Count | None = None
-    compile: bool = False
-    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
-        default_factory=lambda: ["tensorboard"]
-    )
     # The keys of the recipe that are given, with their values as YAML.
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -154,7 +163,6 @@ class RunOptions(DeviceOption):
     def execution(self, recipe: Recipe) -> Execution:
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
         from coupled_adam.lab.models import parameters
-        from coupled_adam.lab.training.config import Execution
         from coupled_adam.lab.training.run import try_out
         from coupled_adam.lab.training.variant import load_variant
 
@@ -170,13 +178,7 @@ class RunOptions(DeviceOption):
             parameters(recipe)
         else:
             try_out(recipe, device)
-        return Execution(
-            device=device,
-            strategy=self.strategy,
-            micro_batch_size=self.micro_batch_size,
-            compile=self.compile,
-            log=tuple(self.logger),
-        )
+        return dataclasses.replace(self, device=device)
 
 
 def arm_name(name: str, recipe: Recipe) -> str:

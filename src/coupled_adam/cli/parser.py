@@ -57,7 +57,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
     for base in command.Options.__mro__:
         for key in inspect.get_annotations(base):
             if key in texts:
-                _add_argument(parser, fields[key], hints[key], texts[key])
+                _add_argument(parser, fields[key], hints[key], texts.pop(key))
     # The recipe checks its keys itself.
     if "keys" in fields:
         parser.epilog = _KEYS

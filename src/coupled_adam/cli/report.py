@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from coupled_adam.cli.options import check_outputs
 from coupled_adam.cli.terminal import show
 
 
@@ -36,7 +35,6 @@ def run(options: Options) -> None:
     from coupled_adam.runs import REPORT
 
     out = options.out or options.folders[0] / REPORT
-    check_outputs(out=out)
     written = report(options.folders, out, options.bold)
     show(written)
     show(f"the whole report: {written.page}")

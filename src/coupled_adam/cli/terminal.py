@@ -1,7 +1,8 @@
-"""Output to the terminal. If there are several processes, only rank 0 writes results to it."""
+"""Standard output and standard error: what is printed there, and where it is read."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -16,20 +17,61 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+def open_streams() -> None:
+    """Open the standard streams that are closed (``>&-``), to nothing.
+
+    Otherwise a file would get their number, and what is printed would be written into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may have no Unicode
+
+
+def discard_output() -> None:
+    """Send to nothing what is still to be printed, after standard output could not take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Reader:
+    """What reads standard output, such as ``head``."""
+
+    has_gone = False
+
+
+def put(text: str) -> None:
+    """Write to standard output; the command goes on if what reads it has seen enough."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        Reader.has_gone = True
+        discard_output()
+
+
 def show(content: RenderableType) -> None:
     """Print a table, a report or a text; numbers and paths wider than the terminal stay whole.
 
-    Brackets in a text are not markup, and a terminal obeys none of its characters.
+    Of several processes, only the first prints. Brackets in a text are not markup, and a terminal
+    obeys none of its characters.
     """
     from rich.console import Console
     from rich.text import Text
 
-    terminal = Console(quiet=other_rank() is not None)
+    if process_number():
+        return
+    terminal = Console()
     if isinstance(content, str):
         content = Text("\n".join(map(printable, content.split("\n"))))
     needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)
-    terminal.print(content)
+    with terminal.capture() as printed:
+        terminal.print(content)
+    put(printed.get())
 
 
 @contextmanager
@@ -38,15 +80,17 @@ def working(label: str) -> Iterator[None]:
     from rich.console import Console
     from rich.text import Text
 
-    terminal = Console(stderr=True, quiet=other_rank() is not None)
+    terminal = Console(stderr=True, quiet=process_number() > 0)
     with terminal.status(Text(printable(label))):
         yield
 
 
-def other_rank() -> str | None:
-    """The number of this process if it is one of several, but not the first; otherwise None."""
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return None if rank == "0" else rank
+def process_number() -> int:
+    """The number of this process among those that torchrun or srun has started; otherwise 0."""
+    # RANK alone is a word that other programs leave in an environment, too.
+    name = "RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_PROCID"
+    number = os.environ.get(name, "")
+    return int(number) if number.isdecimal() else 0
 
 
 def quiet_libraries() -> None:

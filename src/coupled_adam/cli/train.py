@@ -11,12 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    arm_name,
-    check_outputs,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
@@ -41,19 +36,18 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_values
-    from coupled_adam.lab.run import Run
+    from coupled_adam.lab.run import Run, read_run
     from coupled_adam.runs import CONFIG, run_name
 
-    named = options.recipe or DEFAULT_RECIPE
     # A run that is resumed has its recipe in its own folder.
     if options.recipe is None and options.resume and options.out is not None:
-        named = str(options.out / CONFIG)
-        if not Path(named).is_file():
+        if not (options.out / CONFIG).is_file():
             raise UsageError(f"--out {options.out} holds no run to resume: leave out --resume")
-    recipe = options.recipe_of(load_values(named))
+        recipe = options.recipe_of(read_run(options.out).recipe.to_dict())
+    else:
+        recipe = options.recipe_of(load_values(options.recipe or DEFAULT_RECIPE))
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
-    check_outputs(out=folder)
     comparison.train_and_evaluate(
         Run(recipe, arm, seed, folder),
         execution=options.execution(recipe),

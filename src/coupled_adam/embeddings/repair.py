@@ -148,7 +148,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         np.save(array, entries[0].matrix.numpy())
         write_atomically(out, array.getvalue())
     else:
-        with new_folder(out, replace=False) as temporary:
+        with new_folder(out) as temporary:
             model.save_pretrained(temporary)
             # The tokenizer, and what else lies beside the weights.
             for path in source.iterdir():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.errors import one_line
-from coupled_adam.runs import is_checkpoint
+from coupled_adam.runs import parse_step
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
@@ -54,7 +54,7 @@ def open_file(path: Path) -> Weights:
             raise ValueError(f"{path}: a matrix [V, H] of floats is needed, not {kind}")
         native = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         return Weights(str(path), {"": array.shape}, lambda _: native)
-    if path.suffix in _ARCHIVES or is_checkpoint(path):
+    if path.suffix in _ARCHIVES or parse_step(path) is not None:
         return _open_archive(path)
     raise ValueError(
         f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}; anything else can "

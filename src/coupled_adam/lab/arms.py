@@ -300,6 +300,8 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
         lists = {key: values for key, values in options.items() if isinstance(values, list)}
         for key, values in lists.items():
             require(values, f"arms.{name}.{key}=[] must have at least one value")
+        count = math.prod(map(len, lists.values()))
+        require(count <= 1000, f"arms.{name} has lists for {count:,} arms: at most 1,000 can be")
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             copy = f"{name}-{number}" if lists else name
             require(copy not in arms, f"arms: two would be called {copy}: rename one of them")

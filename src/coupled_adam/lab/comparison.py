@@ -6,6 +6,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 
 from coupled_adam import files
-from coupled_adam.errors import DivergedError, UsageError
+from coupled_adam.errors import DivergedError
 from coupled_adam.fields import require
 from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
@@ -28,6 +29,7 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
+from coupled_adam.lab.training.folder import check_folder
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import COMPARISON, REPORT, run_name
 
@@ -73,10 +75,11 @@ def compare(
     diverged: list[DivergedError] = []
     with contextlib.ExitStack() as locks:
         with process_group(execution.device):
-            whole = on_rank_zero(lambda: _extended(recipe, out, resume))
-            # Before the folder is made, so that a text that is mistyped leaves none behind.
+            claim = files.claimed(out, lambda: _extended(recipe, out, resume))
+            whole = on_rank_zero(lambda: locks.enter_context(claim))
             corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
-            on_rank_zero(lambda: _claim(out, whole, locks))
+            text = yaml.safe_dump(whole.to_dict(), sort_keys=False)
+            on_rank_zero(lambda: files.write_atomically(out / COMPARISON, text))
             runs = [
                 Run(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -112,8 +115,7 @@ def train_and_evaluate(
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     with process_group(execution.device):
-        if not resume:
-            on_rank_zero(lambda: check_unused(run.folder, "run", resume))
+        on_rank_zero(lambda: _check_claim(run, resume))
         corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
         train(run, corpus, execution)
         is_first = rank() == 0
@@ -123,32 +125,14 @@ def train_and_evaluate(
 
 def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str, Any]:
     """Complete the evaluation of a run that has been trained here, and return it."""
-    return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
+    return evaluate_run(run, corpus, device=execution.device)
 
 
-def _claim(out: Path, recipe: Recipe, locks: contextlib.ExitStack) -> None:
-    """Make the folder of a comparison, lock it until ``locks`` closes, and describe it."""
-    try:
-        # The lock is a file in the folder, and ends with this process however that ends.
-        out.mkdir(parents=True, exist_ok=True)
-        locks.enter_context(files.sole_writer(out))
-    except OSError as error:
-        raise UsageError(
-            f"--out {out} cannot be written ({error.strerror}): choose another folder"
-        ) from None
-    text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
-    files.write_atomically(out / COMPARISON, text)
-
-
-def check_unused(out: Path, kind: str, resume: bool) -> None:
-    """Raise UsageError if a folder that holds no comparison or run cannot become one."""
-    is_used = out.exists()
-    if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
-        is_used = not all(path.name.startswith(".") for path in out.iterdir())
-    problem = "exists: continue it with --resume, or choose another folder"
-    if resume:
-        problem = f"holds no {kind} to resume: choose another folder"
-    require(not is_used, f"--out {out} {problem}")
+def _check_claim(run: Run, resume: bool) -> None:
+    """Claim the folder of a run for a moment, so that it is refused before the text is prepared."""
+    check = functools.partial(check_folder, run)
+    with files.claimed(run.folder, check if resume else lambda: files.check_unused(run.folder)):
+        pass
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
@@ -159,7 +143,7 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
     """
     stored = stored_recipe(out) if resume else None
     if stored is None:
-        check_unused(out, "comparison", resume)
+        files.check_unused(out, "holds no comparison to resume" if resume else "exists")
         return recipe
     joined = recipe.joined(stored)
     # Arms and seeds may be more; all else, and the arms that both have, must be the same.

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import fnmatch
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -24,6 +25,7 @@ from coupled_adam.lab.arms import Arm, arms_from
 from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
+_LARGEST = 100_000  # values in a recipe
 # Both name folders.
 _Name = Annotated[str, Field(pattern=r"^\w[\w.+-]{0,49}$")]
 _ArmName = Annotated[str, Field(pattern=r"^\w[\w+-]{0,49}$")]
@@ -182,12 +184,36 @@ def recipe_from(values: Any, source: str) -> Recipe:
         return checked(Recipe, values)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's own loader ignores the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        there = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in there:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"line {line}: the key {key.value} is given a second time")
+                there.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge the mappings that the keys ``<<`` name."""
+        super().flatten_mapping(node)
+        require(len(node.value) <= _LARGEST, "it merges too many keys")
+
+
 def read_yaml(text: str, source: str) -> Any:
     """Plain lists, dicts and values from YAML text; UsageError, which names the source, if not."""
     try:
-        return yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
+        # Few lines of aliases of aliases stand for more than any memory holds.
+        pieces = json.JSONEncoder(skipkeys=True, default=str).iterencode(values)
+        if any(number > _LARGEST for number, _ in enumerate(pieces)):
+            raise ValueError(f"it stands for more than {_LARGEST:,} values")
     except Exception as error:  # scalars that only look like a date or a number have their own
         raise UsageError(f"{source} is not YAML: {one_line(error)}") from None
+    return values
 
 
 def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:

@@ -6,16 +6,92 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from coupled_adam.embeddings import load_embeddings
+from coupled_adam.errors import refused
+from coupled_adam.fields import Count, Finite, WholeNumber, require
+from coupled_adam.files import read
 from coupled_adam.lab.arms import Arm
-from coupled_adam.lab.recipe import Recipe, recipe_from
-from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
+from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from
+from coupled_adam.runs import (
+    CONFIG,
+    COUNTS,
+    ENVIRONMENT,
+    EVALUATION,
+    METRICS,
+    MODEL,
+    SECOND_MOMENTS,
+    by_step,
+)
+
+# What the files of a run must hold for those who read them.
+_Spectrum = Annotated[list[Finite], Field(min_length=1)]
+_Measures = dict[str, Finite | _Spectrum | None]
+
+
+class _Score(TypedDict):
+    accuracy: Finite
+    stderr: Finite | None
+
+
+class _Accuracy(_Score):
+    tasks: dict[str, _Score]
+
+
+class _Pairs(TypedDict):
+    r: Finite | None
+    pairs: WholeNumber
+    total: WholeNumber
+
+
+class _Similarity(TypedDict):
+    mean: Finite | None
+    sets: dict[str, _Pairs]
+
+
+class _Evaluation(TypedDict, total=False):
+    test_loss: Finite
+    test_tokens: Count
+    test_batches: Count | None
+    parameters: Count
+    embeddings: dict[str, Finite | _Spectrum | _Measures | None]
+    input_embeddings: dict[str, Finite | _Spectrum | _Measures | None] | None
+    word_similarity: _Similarity | None
+    lm_eval: _Accuracy | None
+
+
+class _Corpus(TypedDict, total=False):
+    source: str
+    fingerprint: str
+    tokens: dict[str, WholeNumber]
+
+
+class _Environment(TypedDict, total=False):
+    time: str
+    command: list[str]
+    git_commit: str | None
+    python: str
+    packages: dict[str, str]
+    processor: str
+    cores: Count | None
+    gpus: list[str]
+    corpus: _Corpus
+    resumed: list[dict[str, Any]]
+
+
+class _Logged(TypedDict):
+    step: WholeNumber
+
+
+_EVALUATION = TypeAdapter(_Evaluation)
+_ENVIRONMENT = TypeAdapter(_Environment)
+_STEPS, _NUMBERS = TypeAdapter(list[_Logged]), TypeAdapter(list[dict[str, float]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +133,17 @@ class Run:
     @functools.cached_property
     def evaluation(self) -> dict[str, Any]:
         """The content of ``evaluation.json``; empty before the first evaluation."""
-        path = self.folder / EVALUATION
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return read_evaluation(self.folder)
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The content of ``environment.json``; empty before the training."""
+        return _read_json(self.folder / ENVIRONMENT, _ENVIRONMENT)
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, float]]:
         """The log: the metrics at a step in each entry; empty before the training."""
-        path = self.folder / METRICS
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        # The last line is cut off if the process was killed while it wrote it.
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        return read_log(self.folder / METRICS)
 
     @property
     def problem(self) -> str:
@@ -100,13 +177,25 @@ class Run:
     def embeddings(self) -> NDArray[np.float64]:
         """The output embeddings [V, H] of the run's model."""
         # The input embeddings of an untied model come first.
-        matrix = load_embeddings(self.folder / MODEL / "model.safetensors")[-1].matrix
+        path = self.folder / MODEL / "model.safetensors"
+        with refused("", ValueError):
+            matrix = load_embeddings(path)[-1].matrix
         embeddings: NDArray[np.float64] = matrix.double().numpy()
-        return embeddings
+        size = self.recipe.model.vocab_size
+        require(
+            len(embeddings) >= size and np.isfinite(embeddings).all(),
+            f"{path} is damaged, or another run's: its embeddings are not finite, or not those of "
+            f"{size} tokens",
+        )
+        return embeddings[:size]
+
+    def counts(self) -> NDArray[np.int64]:
+        """How often each token occurs in the training text, [V]."""
+        return self._numbers_of_tokens(self.folder / COUNTS).astype(np.int64)
 
     def probabilities(self) -> NDArray[np.float64]:
         """The unigram probabilities [V] of the training text."""
-        counts = np.load(self.folder / COUNTS)
+        counts = self.counts()
         probabilities: NDArray[np.float64] = counts / counts.sum()
         return probabilities
 
@@ -114,13 +203,65 @@ class Run:
         """AdamW's second moments [V], averaged over H, by the number of training tokens."""
         saved = by_step(self.folder / SECOND_MOMENTS, ".npy")
         per_step = self.recipe.tokens_per_step
-        return {step * per_step: np.load(path).astype(float) for step, path in saved.items()}
+        moments = {step: self._numbers_of_tokens(path) for step, path in saved.items()}
+        return {step * per_step: values.astype(float) for step, values in moments.items()}
+
+    def _numbers_of_tokens(self, path: Path) -> NDArray[Any]:
+        """The array in a file, with a number for each token, [V]; UsageError if it is damaged."""
+        size = self.recipe.model.vocab_size
+        with refused(f"{path} is damaged, or another run's: ", (OSError, ValueError, EOFError)):
+            require(path.is_file(), "it is no file")
+            values: NDArray[Any] = np.load(path)
+            is_whole = values.dtype.kind in "iuf" and values.ndim == 1 and len(values) >= size
+            require(
+                is_whole and values.min() >= 0 < values.sum(),
+                f"it does not hold a number for each of {size} tokens",
+            )
+        return values[:size]  # a variant may have tokens of its own behind those of the text
 
 
-def read_run(folder: Path) -> Run | None:
-    """The run of a folder with a ``config.yaml``; None if that file is another program's."""
-    path = folder / CONFIG
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
-        return None
-    return Run(recipe_from(config["recipe"], str(path)), config["arm"], config["seed"], folder)
+def read_run(folder: Path) -> Run:
+    """The run that the ``config.yaml`` of a folder describes.
+
+    Raises:
+        UsageError: the file is missing, damaged, or another program's.
+    """
+
+    def parse(text: str) -> Run:
+        config = read_yaml(text, "it")
+        is_of_a_run = isinstance(config, dict) and {"arm", "seed", "recipe"} <= config.keys()
+        require(is_of_a_run, "it does not have the keys arm, seed and recipe")
+        recipe, arm, seed = recipe_from(config["recipe"], "recipe"), config["arm"], config["seed"]
+        require(arm in recipe.arms and seed in recipe.seeds, f"its recipe has no {arm}, {seed}")
+        return Run(recipe, arm, seed, folder)
+
+    return read(folder / CONFIG, parse)
+
+
+def read_evaluation(folder: Path) -> dict[str, Any]:
+    """The content of a run's ``evaluation.json``, as it is now; empty if there is none."""
+    return _read_json(folder / EVALUATION, _EVALUATION)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The entries of a log, each of which has a ``step``; none if there is no file."""
+
+    def parse(text: str) -> list[dict[str, float]]:
+        # The last line is cut off if the process was killed while it wrote it.
+        entries = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+        _STEPS.validate_python(entries, strict=True)
+        _NUMBERS.validate_python(entries, strict=True)
+        return entries
+
+    return read(path, parse) if path.exists() else []
+
+
+def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
+    """The content of a file of JSON as it is written, once it is of this kind; {} if it is none."""
+
+    def parse(text: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(text)
+        kind.validate_python(content, strict=True)
+        return content
+
+    return read(path, parse) if path.exists() else {}

@@ -16,6 +16,8 @@ from coupled_adam.fields import (
     require,
 )
 
+MOST_LAYERS = 1000  # more take too long to build
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -38,7 +40,7 @@ class Model:
     architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
     vocab_size: Annotated[Count, Field(ge=257)]
-    n_layer: Annotated[Count, Field(le=1000)]  # more take too long to count
+    n_layer: Annotated[Count, Field(le=MOST_LAYERS)]
     n_head: Count
     n_embd: Count
     n_positions: Count | None = None

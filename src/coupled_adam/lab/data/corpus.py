@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.errors import UsageError, refused
 from coupled_adam.fields import require
-from coupled_adam.files import new_folder
+from coupled_adam.files import checksum, new_folder, remove
 from coupled_adam.lab.data.source import Source, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
@@ -36,6 +35,7 @@ from coupled_adam.text.token_files import TokenFile, Tokens
 
 # The settings of a recipe's data that count by what is found there, not by their values.
 _BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
+_FACTS = "corpus.json"
 _LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
 
 
@@ -85,9 +85,9 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     """Find the recipe's corpus in the cache, or create it there.
 
     The name of the corpus folder is a hash of the source's content, the tokenizer, and the settings
-    of both; a folder of that name is the corpus. It gets the name when it is complete. Other
-    processes that need the same corpus wait for the one that creates it. A cache that already
-    contains the corpus may be read-only.
+    of both. It gets the name when it is complete, and is made anew if a file in it is not as it was
+    made. Other processes that need the same corpus wait for the one that creates it. A cache that
+    already contains the corpus may be read-only.
 
     Raises:
         UsageError: the source or tokenizer cannot be used, the text is too short for the recipe, or
@@ -111,20 +111,20 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     folder = cache / content_hash(made_from)[:32]
     try:
         # First without the lock, since a cache that holds the corpus may be read-only.
-        if not folder.exists():
+        facts = _facts(folder)
+        if facts is None:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{folder.name}.lock"):
-                # One that was killed has left what nobody else writes to.
-                for leftover in cache.glob(f".{folder.name}-*"):
-                    shutil.rmtree(leftover)
-                if not folder.exists():
-                    _make(source, tokenizer, data, vocab_size, folder)
-        facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+                facts = _facts(folder)
+                if facts is None:
+                    remove(folder)
+                    facts = _make(source, tokenizer, data, vocab_size, folder)
     except OSError as error:
         raise UsageError(
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
             "make room, or choose another folder with COUPLED_ADAM_CACHE"
         ) from None
+    facts = {key: value for key, value in facts.items() if key != "checksums"}
     facts["source"] = source.name
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
@@ -151,7 +151,8 @@ def _make(
     data: Data,
     vocab_size: int,
     folder: Path,
-) -> None:
+) -> dict[str, Any]:
+    """Make a corpus, and return its facts."""
     with new_folder(folder) as temporary:
         files, documents = source.files, dict[str, int | None].fromkeys(SPLITS)
         # Documents become files of ids in this folder; token files are read where they are.
@@ -169,8 +170,25 @@ def _make(
             "end_of_text": None if tokenizer is None else end_of_text_id(tokenizer),
             "dtype": files["train"][0].dtype,
             "tokens": {s: sum(file.length for file in parts) for s, parts in files.items()},
+            "checksums": _checksums(temporary),
         }
-        (temporary / "corpus.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        (temporary / _FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    return facts
+
+
+def _facts(folder: Path) -> dict[str, Any] | None:
+    """The facts of a corpus; None if it is not there, or any of its files is not as it was made."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        return facts if facts["checksums"] == _checksums(folder) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """The checksum of each of a corpus's files, except that of its facts."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _FACTS)
+    return {path.relative_to(folder).as_posix(): checksum(path) for path in files}
 
 
 def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,14 +23,15 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.errors import UsageError, refused
 from coupled_adam.fields import require
-from coupled_adam.files import write_atomically
+from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import output_embeddings, parameters
+from coupled_adam.lab.run import Run, read_evaluation
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.runs import COUNTS, EVALUATION, MODEL
+from coupled_adam.runs import EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
@@ -42,19 +42,18 @@ Sets = Mapping[str, WordSimilaritySet]
 
 
 def evaluate_run(
-    run: Path,
+    run: Run,
     corpus: Corpus | Callable[[], Corpus],
     *,
     batches: int | None = None,
     sets: Sets | None = None,
     downstream: Downstream | None = None,
     device: str = "cpu",
-    variant: str | None = None,
 ) -> dict[str, Any]:
     """Complete the evaluation of a finished run, and return the content of its ``evaluation.json``.
 
     Each part is written to the file as soon as it is done. Parts that the file already contains are
-    kept, unless they are evaluated again.
+    kept, unless they are evaluated again; so are those that another process adds meanwhile.
 
     - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
     - ``parameters``: N
@@ -67,27 +66,24 @@ def evaluate_run(
         batches: the number of batches, of the recipe's size and from the start of the test split,
             for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
         sets, downstream: if given, what is evaluated, even if it was before.
-        variant: as for :func:`~coupled_adam.lab.evaluation.loading.recipe_of_run`.
 
     Raises:
-        UsageError: the folder is not that of a run, or the run's training has not finished.
-        OSError: the folder cannot be written.
+        UsageError: the run's training has not finished, its folder cannot be written, or one of its
+            files is damaged.
     """
-    recipe = loading.recipe_of_run(run, variant)
+    recipe, folder = run.recipe, run.folder
     require(
-        (run / MODEL).exists(),
-        f"{run} has no model: its training has not finished; continue it with --resume",
+        (folder / MODEL).exists(),
+        f"{folder} has no model: its training has not finished; continue it with --resume",
     )
-    path = run / EVALUATION
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    done = read_evaluation(folder)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
     # A file from before a measure was added is completed.
     has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    done = {**_NOT_ASKED_FOR, **done}
-    model, trained = loading.load_trained(run, recipe, device)
+    model, trained = loading.load_trained(run, device)
 
     def parts() -> Iterator[dict[str, Any]]:
         if not has_loss:
@@ -99,16 +95,15 @@ def evaluate_run(
         if not has_measures:
             # Of a new model: the one that was loaded does not know which biases were frozen.
             number = parameters(recipe, trained.build_model)
-            yield {"parameters": number, **measures(model, np.load(run / COUNTS))}
-        tokenizer = functools.partial(loading.load_model_tokenizer, run / MODEL)
+            yield {"parameters": number, **measures(model, run.counts())}
+        tokenizer = functools.partial(loading.load_model_tokenizer, folder / MODEL)
         yield from _scores(model, tokenizer, sets, downstream)
 
     for part in parts():
-        done |= part
-        content = json.dumps(done, indent=2, allow_nan=False)
-        write_atomically(path, content)
-    result: dict[str, Any] = json.loads(content)  # as it is read the next time
-    return result
+        with sole_writer(folder, wait=60):
+            done = {**_NOT_ASKED_FOR, **read_evaluation(folder), **part}
+            write_atomically(folder / EVALUATION, json.dumps(done, indent=2, allow_nan=False))
+    return read_evaluation(folder)
 
 
 def evaluate_model(

@@ -4,39 +4,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.fields import require
-from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.run import read_run
+from coupled_adam.lab.run import Run, read_run
+from coupled_adam.lab.sections import MOST_LAYERS
 from coupled_adam.lab.training.variant import Variant, load_variant
-from coupled_adam.runs import CONFIG, MODEL, inner_runs
+from coupled_adam.runs import MODEL, inner_runs
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
-def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
-    """Read the recipe of a run; ``variant`` is the one whose code may be executed.
+def trusted_run(folder: Path, variant: str | None = None) -> Run:
+    """Read a run; ``variant`` is the one whose code may be executed.
 
     Raises:
         UsageError: the folder is not that of a run, or the run was trained with another variant.
     """
-    run = read_run(folder) if (folder / CONFIG).exists() else None
-    if run is None:
-        raise UsageError(f"{folder} is not a run: it has no {CONFIG} with a recipe")
+    run = read_run(folder)
     needed = run.recipe.variant
     require(
         needed in (None, variant),
         f"{folder} was trained with the code of {needed}, which only coupled-adam evaluate "
         f"{folder} --variant {needed} executes: add this if you trust it",
     )
-    return run.recipe
+    return run
 
 
 def check_model(source: Path | str) -> None:
     """Raise UsageError unless this is the folder of a model, or could be the id of one."""
     folder = Path(source)
+    # Whoever reads a pipe waits for what comes out of it.
+    for path in folder.iterdir() if folder.is_dir() else []:
+        require(path.is_file() or path.is_dir(), f"{path} is no file: remove it")
     if (folder / "config.json").exists() or (not folder.exists() and is_hub_id(str(source))):
         return
     problem = "is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
@@ -64,13 +70,14 @@ def load_model(
     is_here = Path(source).exists()
     if not is_here:
         reach_hub()
+    where: Any = {"revision": revision or "main", "local_files_only": is_here}
     try:
+        _check_layers(PreTrainedConfig.get_config_dict(source, **where)[0])
         model, report = cls.from_pretrained(
             source,
-            revision=revision or "main",
+            **where,
             dtype=torch.float32,
             use_safetensors=True,
-            local_files_only=is_here,
             trust_remote_code=False,
             output_loading_info=True,
         )
@@ -83,14 +90,23 @@ def load_model(
     return loaded
 
 
-def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedModel, Variant]:
+def _check_layers(config: dict[str, Any]) -> None:
+    """Raise ValueError for a configuration with so many layers that none are ever all built."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_layers(value)
+        elif "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{key}={value} in its config.json must be at most {MOST_LAYERS}")
+
+
+def load_trained(run: Run, device: str) -> tuple[PreTrainedModel, Variant]:
     """The model of a finished run, and the variant of its recipe, whose code is executed."""
-    variant = load_variant(recipe.variant)
-    if recipe.variant is None:
-        return load_model(run / MODEL, device), variant
+    variant = load_variant(run.recipe.variant)
+    if run.recipe.variant is None:
+        return load_model(run.folder / MODEL, device), variant
     with torch.device("meta"):
-        cls = type(variant.build_model(recipe))
-    return load_model(run / MODEL, device, cls=cls), variant
+        cls = type(variant.build_model(run.recipe))
+    return load_model(run.folder / MODEL, device, cls=cls), variant
 
 
 def load_model_tokenizer(

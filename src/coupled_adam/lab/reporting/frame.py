@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import AdamWArm, Arm
 from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
-from coupled_adam.runs import CONFIG
+from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS
 
 _LOSS, _ACCURACY = "test loss in nats per token", "mean accuracy of the downstream tasks"
 TEST_LOSS = Measure(
@@ -64,22 +63,23 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
         UsageError: a file of a run is damaged, or an experiment has runs of different settings.
     """
     runs: list[Run] = []
-    left_out = {}
+    left_out: dict[Path, str] = {}
     # A run that is found through several of the folders, or through links, counts once.
     configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
+    for path in (path for folder in folders for path in folder.rglob(COUNTS)):
+        if not path.with_name(CONFIG).exists():
+            left_out[path.parent] = f"it has no {CONFIG}"
     for _, path in sorted(configs.items()):
         try:
             run = read_run(path.parent)
-            if run is None:
-                continue
-            if run.problem:
-                left_out[run.folder] = run.problem
-            else:
-                runs.append(run)
-        except (UsageError, ValueError, OSError, yaml.YAMLError) as error:
-            raise UsageError(
-                f"{path.parent} is damaged ({one_line(error)}): move it away"
-            ) from None
+        except UsageError:
+            if any((path.parent / name).exists() for name in (ENVIRONMENT, METRICS)):
+                raise
+            continue  # it is another program's
+        if run.problem:
+            left_out[run.folder] = run.problem
+        else:
+            runs.append(run)
     runs.sort(key=_order)
     frame = frame_of(runs)
     # Counting a run twice would make p too small.

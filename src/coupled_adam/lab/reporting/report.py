@@ -1,8 +1,9 @@
 """Write the report of finished runs: tables, pictures and one page."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -11,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.fields import require
-from coupled_adam.files import new_folder
+from coupled_adam.files import check_unused, claimed, new_file, read, remove, write_atomically
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
@@ -27,6 +28,7 @@ from coupled_adam.lab.reporting.results import (
 )
 from coupled_adam.rendering.tables import Table
 
+_WRITTEN = ".files.json"
 _FILES = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
 
 
@@ -62,23 +64,27 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
-    results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, it is
-    replaced as a whole once the new one is complete; anything else is never replaced. ``bold`` is
-    explained at :func:`arm_results`.
+    results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, its
+    files are replaced once all new ones are written, and pictures that it no longer has are
+    removed; anything else is left as it is. ``bold`` is explained at :func:`arm_results`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, runs of one recipe name cannot be
             compared, or ``out`` is not a report.
     """
     given, out = out, out.resolve()  # so that a symbolic link stays one
-    # Beside a report's own files there may be somebody's, which would be lost.
-    there = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-    is_report = there >= _FILES and all(name.endswith(".png") for name in there - _FILES)
-    require(
-        not out.exists() or (out.is_dir() and (is_report or not there)),
-        f"--out {given} holds something other than a report, which would be lost: move it away, or "
-        "choose a new folder",
-    )
+
+    def check() -> None:
+        if not (out / _WRITTEN).exists() and not all((out / name).exists() for name in _FILES):
+            check_unused(out, "holds something other than a report")
+
+    with claimed(out, check):
+        page = _write(folders, out, bold)
+    return dataclasses.replace(page, page=given / "index.html")
+
+
+def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
+    """Write the report into a folder that is claimed."""
     frame, left_out = read_runs(folders)
     places = ", ".join(map(str, folders))
     require(
@@ -103,17 +109,38 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         "results.json": json.dumps(results, indent=2),
         "index.html": report_page(frame, left_out, sentences, page_table, pictures, out),
     }
-    # The folder appears as a whole, so that nobody sees one report's table beside another's page.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(out) as folder:
-        for name, text in files.items():
-            # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
-            (folder / name).write_text(text, encoding="utf-8", errors="replace")
-        drawing = tqdm([first, *pictures], "drawing the report", disable=None, leave=False)
-        for picture in drawing:
-            path = folder / picture.file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".png").write_bytes(picture.png)
-            path.with_suffix(".svg").write_bytes(picture.svg)
+    # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
+    contents = {name: text.encode(errors="replace") for name, text in files.items()}
+    drawing = tqdm([first, *pictures], "drawing the report", disable=None, leave=False)
+    for picture in drawing:
+        contents |= {f"{picture.file}.png": picture.png, f"{picture.file}.svg": picture.svg}
+    _replace(out, contents)
     shown = results_table(rows, columns, notes, titled=True)
-    return Report(given / "index.html", sentences, shown, first.png)
+    return Report(out / "index.html", sentences, shown, first.png)
+
+
+def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
+    """Replace the files of a report by new ones, and remove those that it no longer has."""
+    listed = out / _WRITTEN
+    written = read(listed, _names) if listed.exists() else set()
+    # Until all is done the list has the old files and the new ones.
+    write_atomically(listed, json.dumps(sorted(written | contents.keys()), indent=1))
+    with contextlib.ExitStack() as stack:
+        for name, content in contents.items():
+            folder = (out / name).parent
+            inside = folder.resolve().is_relative_to(out)
+            require(inside, f"{folder} is, or is in, a link that leads out of {out}")
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(new_file(out / name)).write_bytes(content)
+    for name in written - contents.keys():
+        path = out / name
+        if path.parent.resolve().is_relative_to(out):
+            remove(path)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+    write_atomically(listed, json.dumps(sorted(contents), indent=1))
+
+
+def _names(text: str) -> set[str]:
+    """The names of pictures in the list of a report's files, which may be another person's."""
+    return {name for name in json.loads(text) if name.endswith((".png", ".svg")) and ".." not in name}

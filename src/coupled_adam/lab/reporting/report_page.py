@@ -1,7 +1,6 @@
 """A report as a single, self-contained HTML page, which a browser shows without a network."""
 
 import base64
-import json
 import math
 import os
 import urllib.parse
@@ -18,7 +17,6 @@ from coupled_adam.lab.run import Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.rendering.tables import Table
-from coupled_adam.runs import ENVIRONMENT
 
 
 def report_page(
@@ -99,8 +97,7 @@ def _link(folder: Path, out: Path) -> str:
 
 def _experiment(run: Run) -> dict[str, Any]:
     """What an experiment is, and where and how one of its runs was made."""
-    path = run.folder / ENVIRONMENT
-    made = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    made = run.environment
     gpus = ", ".join(made.get("gpus", [])) or "no GPU"
     return {
         "name": run.recipe.name,

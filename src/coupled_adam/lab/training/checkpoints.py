@@ -1,11 +1,13 @@
 """The checkpoints of a run: each is complete or absent, and the last two are kept.
 
 ``step-N`` is a file, or a folder if the model is sharded. It has that name once it is complete;
-until then it is called ``unfinished``, as is what a killed process has left.
+until then it is called ``unfinished``, as is what a killed process has left. ``checksums.json`` has
+the SHA-256 of each file, since neither torch nor the disk notices a flipped bit.
 """
 
-import shutil
+import json
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +19,19 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
-from coupled_adam.lab.training.distributed import any_rank, on_rank_zero, rank
+from coupled_adam.files import checksum, read, remove, write_atomically
+from coupled_adam.lab.training.distributed import (
+    any_rank,
+    on_every_rank,
+    on_rank_zero,
+    rank,
+    world_size,
+)
 from coupled_adam.runs import CHECKPOINTS, by_step, step_name
 
+CHECKSUMS = "checksums.json"
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
-_ADVICE = "remove it to continue from the one before it, or from the beginning"
+ADVICE = "remove it to continue from the one before it, or from the beginning"
 
 
 class Checkpoints(pl.Callback):
@@ -30,12 +40,43 @@ class Checkpoints(pl.Callback):
     def __init__(self, run: Path, evaluate_every: int) -> None:
         self.folder = run / CHECKPOINTS
         self.evaluate_every = evaluate_every
+        self.has_begun = False
+        self._begins_at = 0
         self._asked_to_stop = False
 
-    def last(self) -> Path | None:
-        """The newest checkpoint, or None if there is none."""
-        *_, path = None, *by_step(self.folder).values()
-        return path
+    def last(self) -> tuple[int, Path | None]:
+        """The step and the path of the newest checkpoint that is whole; -1 and None without any.
+
+        Those that are newer and damaged are removed: the run makes them again. Every rank calls it.
+
+        Raises:
+            UsageError: all of them are damaged.
+        """
+        expected = on_rank_zero(self._expected)
+        damaged: list[Path] = []
+        for step, path in reversed(on_rank_zero(lambda: by_step(self.folder)).items()):
+            # Those of older versions have no checksums.
+            if path.name not in expected or expected[path.name] == _checksums(path):
+                if damaged and rank() == 0:
+                    names = ", ".join(map(str, damaged))
+                    warnings.warn(
+                        f"damaged, and removed: {names}; continuing from {path}", stacklevel=2
+                    )
+                    for checkpoint in damaged:
+                        remove(checkpoint)
+                self._begins_at = step
+                return step, path
+            damaged.append(path)
+        if damaged:
+            raise UsageError(f"{damaged[0]} is damaged, and there is no other: {ADVICE}")
+        return -1, None
+
+    def _expected(self) -> dict[str, Any]:
+        path = self.folder / CHECKSUMS
+        content = read(path, json.loads) if path.exists() else {}
+        if not isinstance(content, dict):
+            raise UsageError(f"{path} is damaged: move it away")
+        return content
 
     @contextmanager
     def deferring_sigterm(self) -> Iterator[None]:
@@ -47,8 +88,12 @@ class Checkpoints(pl.Callback):
             if not self._asked_to_stop:
                 signal.signal(signal.SIGTERM, before)
 
-    def on_train_start(self, *_: Any) -> None:
-        """Replace Lightning's signal handler, which communicates."""
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Check that Lightning is where the run stopped, and replace its signal handler."""
+        if trainer.global_step != self._begins_at:
+            raise ValueError(f"it is of step {trainer.global_step}")
+        self.has_begun = True
+        # Lightning's own handler communicates.
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: Any) -> None:
@@ -76,20 +121,25 @@ class Checkpoints(pl.Callback):
 
         def begin() -> None:
             self.folder.mkdir(exist_ok=True)
-            _remove(unfinished)
+            remove(unfinished)
 
         def finish() -> None:
+            # They come first: a checkpoint that has its name has its checksums.
+            kept = {n: c for n, c in self._expected().items() if (self.folder / n).exists()}
+            content = json.dumps({**kept, path.name: checksums}, indent=1)
+            write_atomically(self.folder / CHECKSUMS, content)
             unfinished.rename(path)
             for checkpoint in [*by_step(self.folder).values()][:-_KEPT]:
-                _remove(checkpoint)
+                remove(checkpoint)
 
         on_rank_zero(begin)
         try:
             trainer.save_checkpoint(unfinished)
         except BaseException as error:  # a full disk, or Ctrl-C
             if rank() == 0:
-                _remove(unfinished)
+                remove(unfinished)
             raise _cause(error, path) from None
+        checksums = _checksums(unfinished)
         on_rank_zero(finish)
 
 
@@ -108,7 +158,7 @@ class CheckpointIO(TorchCheckpointIO):
         try:
             content: dict[str, Any] = super().load_checkpoint(path, *arguments, **options)
         except Exception as error:  # of torch and of its unpickler
-            raise UsageError(f"{path} is damaged ({one_line(error)}): {_ADVICE}") from None
+            raise UsageError(f"{path} is damaged ({one_line(error)}): {ADVICE}") from None
         return content
 
 
@@ -131,8 +181,10 @@ def _cause(error: BaseException, path: Path) -> BaseException:
     return cause or error
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # other ranks may be writing to it
-    else:
-        path.unlink(missing_ok=True)
+def _checksums(checkpoint: Path) -> dict[str, str]:
+    """The checksum of each of its files, by name; the ranks share the work, and each gets all."""
+    is_folder = checkpoint.is_dir()
+    files = on_rank_zero(lambda: sorted(checkpoint.iterdir()) if is_folder else [checkpoint])
+    own = files[rank() :: world_size()]
+    parts = on_every_rank(lambda: {p.name if is_folder else "": checksum(p) for p in own})
+    return {name: value for part in parts for name, value in part.items()}

@@ -3,22 +3,25 @@
 import dataclasses
 from typing import Literal
 
+from coupled_adam.fields import Count
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a run is executed here. It affects results by rounding only, and may change on resume.
 
-    device: ``"cpu"``, ``"cuda"``, one of several GPUs as ``"cuda:1"``, or ``"mps"``.
-    strategy: how several processes share the work: ``"ddp"``, or ``"fsdp2"``, which shards model
-        and optimizer.
-    micro_batch_size: sequences per forward pass in each process; gradients are accumulated over
-        them. None: each process takes its share of the batch at once.
-    compile: whether to compile the model with ``torch.compile``.
-    log: loggers in addition to ``metrics.jsonl``.
+    device: cpu, cuda, one of several GPUs as cuda:1, or mps.
+    strategy: how several processes (torchrun, srun) share a run; fsdp2 shards model and optimizer.
+    micro_batch_size: sequences that a process takes at a time, over which gradients are accumulated
+        (default: its whole share of the batch).
+    compile: compile the model.
+    logger: loggers in addition to metrics.jsonl (default: tensorboard); none without a value.
     """
 
     device: str = "cpu"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     compile: bool = False
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
+        default_factory=lambda: ["tensorboard"]
+    )

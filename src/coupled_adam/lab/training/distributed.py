@@ -11,22 +11,36 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.errors import TrainingError, UsageError
+from coupled_adam.errors import TrainingError, UsageError, one_line
 
 T = TypeVar("T")
 
 
 def launcher() -> ClusterEnvironment | None:
-    """The launcher that started this process as one of several; None for a single process."""
+    """The launcher that started this process as one of several; None for a single process.
+
+    Raises:
+        UsageError: what it says in the environment is incomplete, or makes no sense.
+    """
     environment: ClusterEnvironment
-    if TorchElasticEnvironment.detect():
-        environment = TorchElasticEnvironment()
-    elif SLURMEnvironment.detect():
-        # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
-        environment = SLURMEnvironment(auto_requeue=False)
-    else:
-        return None
-    return environment if environment.world_size() > 1 else None
+    try:
+        if TorchElasticEnvironment.detect():
+            environment = TorchElasticEnvironment()
+        elif SLURMEnvironment.detect():
+            # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
+            environment = SLURMEnvironment(auto_requeue=False)
+        else:
+            return None
+        size, place = environment.world_size(), environment.global_rank()
+        _ = environment.local_rank(), environment.node_rank(), environment.main_port
+        if not 0 <= place < size:
+            raise ValueError(f"process {place} of {size}")
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"the environment variables of torchrun or SLURM cannot be used ({one_line(error)}): "
+            "start the processes with torchrun, or with srun --ntasks-per-node"
+        ) from None
+    return environment if size > 1 else None
 
 
 def world_size() -> int:
@@ -45,8 +59,7 @@ def process_group(device: str) -> Iterator[None]:
 
     Raises:
         UsageError: if the device is one of several GPUs, which the launcher shares out.
-        TrainingError: if a process does not come, has ended, or has not answered, each within
-            torch's time limit.
+        TrainingError: if another process has ended, or does not answer within torch's time limit.
     """
     environment = launcher()
     if environment is None:

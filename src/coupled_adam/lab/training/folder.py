@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from coupled_adam import files
-from coupled_adam.errors import TrainingError, UsageError, one_line
+from coupled_adam.errors import TrainingError, one_line
 from coupled_adam.fields import require
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.run import Run
+from coupled_adam.lab.run import Run, read_evaluation, read_log
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, MODEL
+from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -33,44 +32,56 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
         UsageError: if the folder holds another run, a run on another text, or other files and no
             run; or is in use by another process.
     """
-    folder, path = run.folder, run.folder / CONFIG
-    folder.mkdir(parents=True, exist_ok=True)
-    locks.enter_context(files.sole_writer(folder))
-    for leftover in folder.glob(f".{MODEL}-*"):
-        shutil.rmtree(leftover)
-    if not path.exists():
-        for entry in sorted(folder.iterdir()):
-            # config.yaml comes last: a killed process may have left what comes before.
-            if entry.name not in (ENVIRONMENT, COUNTS) and not entry.name.startswith("."):
-                raise UsageError(
-                    f"{folder} holds {entry.name} but no run, whose config.yaml would be there: "
-                    "restore that file, or choose another --out"
-                )
+    folder = run.folder
+    locks.enter_context(files.claimed(folder, lambda: check_folder(run)))
+    if not (folder / CONFIG).exists():
         facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
         files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
         save_array(folder / COUNTS, corpus.unigram_counts())
-        files.write_atomically(path, yaml.safe_dump(run.config, sort_keys=False))
+        # This comes last: it makes a run of the folder.
+        files.write_atomically(folder / CONFIG, yaml.safe_dump(run.config, sort_keys=False))
         return
-    require(
-        yaml.safe_load(path.read_text(encoding="utf-8")) == run.config,
-        f"{folder} holds another run, see its config.yaml: choose another --out",
-    )
     # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
-    started = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))["corpus"]
-    same_text = all(started[key] == corpus.facts[key] for key in ("fingerprint", "tokens"))
+    started = run.environment.get("corpus", {})
+    same_text = all(started.get(key) == corpus.facts[key] for key in ("fingerprint", "tokens"))
     require(
-        same_text and np.array_equal(np.load(folder / COUNTS), corpus.unigram_counts()),
+        same_text and np.array_equal(run.counts(), corpus.unigram_counts()),
         f"{folder} was begun with another text than {corpus.facts['source']} contains now: "
         "restore the old text to continue, or choose another --out",
     )
 
 
-def record_resumption(folder: Path, step: int) -> None:
+def check_folder(run: Run) -> None:
+    """Raise UsageError if the run's folder holds something else than this run, or a part of it."""
+    folder = run.folder
+    if (folder / CONFIG).exists():
+        require(
+            files.read(folder / CONFIG, yaml.safe_load) == run.config,
+            f"{folder} holds another run, see its config.yaml: choose another --out",
+        )
+        # A file that is damaged is named before the training, not behind it.
+        _ = run.environment, read_evaluation(folder), read_log(folder / METRICS)
+    for entry in sorted(folder.iterdir() if folder.exists() else []):
+        # config.yaml comes last: a killed process may have left what comes before.
+        require(
+            entry.name in (ENVIRONMENT, COUNTS)
+            or entry.name.startswith(".")
+            or (folder / CONFIG).exists(),
+            f"{folder} holds {entry.name} but no run, whose config.yaml would be there: restore "
+            "that file, or choose another --out",
+        )
+        require(
+            not entry.is_symlink() or entry.name == MODEL,
+            f"{folder} holds a link, {entry.name}, through which the run would write elsewhere: "
+            "move what it leads to into the folder",
+        )
+
+
+def record_resumption(run: Run, step: int) -> None:
     """Record in ``environment.json`` where, and with what, the run resumes."""
-    recorded = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
     now = {**environment(), "processes": world_size(), "step": step}
-    recorded["resumed"] = [*recorded.get("resumed", []), now]
-    files.write_atomically(folder / ENVIRONMENT, json.dumps(recorded, indent=2))
+    recorded = {**run.environment, "resumed": [*run.environment.get("resumed", []), now]}
+    files.write_atomically(run.folder / ENVIRONMENT, json.dumps(recorded, indent=2))
 
 
 def save_model(

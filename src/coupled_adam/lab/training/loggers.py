@@ -8,21 +8,21 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.run import read_log
 from coupled_adam.lab.training.config import Execution
-from coupled_adam.runs import METRICS, step_of
+from coupled_adam.runs import METRICS
 
 LOG_EVERY = 10
 """The number of steps between two lines about the training."""
 
 
-def run_loggers(folder: Path, execution: Execution, last: Path | None) -> list[Logger]:
-    """The loggers of a run that resumes from the checkpoint ``last``, or starts."""
+def run_loggers(folder: Path, execution: Execution, last: int) -> list[Logger]:
+    """The loggers of a run that resumes after the step ``last``, or starts, after step -1."""
     loggers: list[Logger] = [MetricsFile(folder / METRICS)]
-    if "tensorboard" in execution.log:
-        purge_step = 0 if last is None else step_of(last) + 1
-        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge_step))
+    if "tensorboard" in execution.logger:
+        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last + 1))
     name = f"{folder.parent.name}/{folder.name}"
-    if "wandb" in execution.log:
+    if "wandb" in execution.logger:
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
     return loggers
 
@@ -50,7 +50,5 @@ class MetricsFile(Logger):
 def cut_log(path: Path, last: int) -> None:
     """Drop the lines of a log after a step; those steps will be made, and logged, again."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # The last line may have been cut off when the process was killed.
-        whole = (line for line in lines if line.endswith("\n"))
-        write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= last))
+        kept = (entry for entry in read_log(path) if entry["step"] <= last)
+        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))

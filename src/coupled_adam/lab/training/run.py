@@ -6,7 +6,6 @@ import os
 import platform
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,13 +13,13 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import PreemptedError, UsageError, one_line
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
+from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
@@ -29,7 +28,7 @@ from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.lab.training.variant import load_variant
-from coupled_adam.runs import METRICS, MODEL, step_of
+from coupled_adam.runs import METRICS, MODEL
 
 
 def try_out(recipe: Recipe, device: str) -> None:
@@ -67,7 +66,7 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
 
     Raises:
         UsageError: if the folder holds another run or a run on another text, or is in use by
-            another process; if its last checkpoint is damaged; or if the batch cannot be divided
+            another process; if its checkpoints are damaged; or if the batch cannot be divided
             among the processes.
         DivergedError: if a loss or gradient is not finite.
         TrainingError: if another process failed.
@@ -94,14 +93,14 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
 def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoints) -> None:
     recipe, variant = run.recipe, load_variant(run.recipe.variant)
 
-    def begin() -> Path | None:
-        last = checkpoints.last()
-        cut_log(run.folder / METRICS, -1 if last is None else step_of(last))
-        if last is not None:
-            record_resumption(run.folder, step_of(last))
-        return last
+    step, last = checkpoints.last()
 
-    last = on_rank_zero(begin)
+    def begin() -> None:
+        cut_log(run.folder / METRICS, step)
+        if last is not None:
+            record_resumption(run, step)
+
+    on_rank_zero(begin)
     # Directly before the weights are drawn, which then depend on the seed and on nothing before.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
@@ -121,13 +120,22 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
             execution,
             # The log comes first, so that a checkpoint never contains a step that was not logged.
             callbacks=[RunLog(run), checkpoints],
-            logger=run_loggers(run.folder, execution, last),
+            logger=run_loggers(run.folder, execution, step),
         )
         module = LanguageModel(model, run, execution, variant)
         try:
             trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
+        except Exception as error:  # of Lightning, of torch, or of an optimizer
+            is_ours = isinstance(
+                error, UsageError | TrainingError | OSError | torch.OutOfMemoryError
+            )
+            if last is None or checkpoints.has_begun or is_ours:
+                raise
+            raise UsageError(
+                f"{last} does not fit this run ({one_line(error, 200)}): {ADVICE}"
+            ) from None
 
     if variant.at_the_end is not None:
         variant.at_the_end(model)

@@ -143,4 +143,5 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
 
 def _names(text: str) -> set[str]:
     """The names of pictures in the list of a report's files, which may be another person's."""
-    return {name for name in json.loads(text) if name.endswith((".png", ".svg")) and ".." not in name}
+    pictures = (name for name in json.loads(text) if name.endswith((".png", ".svg")))
+    return {name for name in pictures if ".." not in name}

@@ -410,7 +410,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         model(positions=block(emb=table(196)), blocks=stack(2, attention())),
         set(),
     ),
-    "one table with a neutral name": (model(embedding=table(1000), out=linear(H, 3)), set()),
+    "one table with a neutral name": (
+        model(embedding=table(1000), out=linear(H, 3)),
+        {"embedding.weight"},
+    ),
     "no table": (model(up=linear(H, 64), down=linear(64, H)), set()),
     "mixture of experts": (
         model(

@@ -211,7 +211,7 @@ def for_optimizer():
 
 
 def for_switching():
-    """Checkpoints of AdamW: with two groups, and distributed."""
+    """Checkpoints of AdamW, with two groups and distributed, and of Muon beside AdamW."""
     model = gpt2()
     model.embed = model.transformer.wte
     others = [p for p in model.parameters() if p is not model.embed.weight]
@@ -222,8 +222,16 @@ def for_switching():
     dcp.save({"optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id="saved")
     coupled = coupled_adam.CoupledAdamW(coupled_adam.param_groups(model))
     coupled.step()
+    hidden = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+    muon = torch.optim.Muon(hidden)
+    beside_muon = torch.optim.AdamW(p for p in model.parameters() if p not in set(hidden))
+    for optimizer in (muon, beside_muon):
+        optimizer.step()
     return {
         "model": model,
+        "old_muon": muon,
+        "old_adamw": beside_muon,
+        "own_groups": [{"params": others, "weight_decay": 0.1}, {"params": [model.embed.weight]}],
         "others": others,
         "old_groups": groups,
         "checkpoint": {"optimizer": adamw.state_dict(), "coupled_adam": coupled.state_dict()},

@@ -145,6 +145,42 @@ class HeadByColumns(Bert):
         return self.unembed
 
 
+class Missing(dict):
+    """As OmegaConf with ``???``, or with an interpolation that cannot be resolved."""
+
+    def __getitem__(self, key):
+        if key == "data":
+            raise RuntimeError("missing mandatory value")
+        return super().__getitem__(key)
+
+    def items(self):
+        raise RuntimeError("missing mandatory value")
+
+
+class Unreadable(nn.Module):
+    """Properties that raise; the table and the head say V."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(V, H), nn.Linear(H, V)
+
+    @property
+    def config(self):
+        raise RuntimeError("not now")
+
+    get_input_embeddings = get_output_embeddings = config
+
+
+def pipeline():
+    """As in PyTorch's tutorial: 0.encoder.weight, 2.decoder.weight."""
+    stages = [of({"encoder": nn.Embedding(V, H)}), nn.TransformerEncoderLayer(H, 2, 20)]
+    return nn.Sequential(*stages, of({"decoder": nn.Linear(H, V)}))
+
+
+def ensemble():
+    return of({"models": nn.ModuleList(HandWritten(tied=False, positions=12) for _ in range(2))})
+
+
 class Projection(nn.Module):
     """As encoders of images and sounds have it."""
 
@@ -194,6 +230,28 @@ FOUND = {  # without a word
         lambda: of({"tok": nn.Embedding(H, H), "up": nn.Linear(V, H)}, config={"vocab_size": H}),
         "tok.weight",
     ),
+    "one table": (lambda: of({"word_embeddings": nn.Embedding(V, H)}), "word_embeddings.weight"),
+    "one table in a list": (
+        lambda: nn.ModuleList([of({"e": nn.Embedding(V, H)}), nn.Linear(H, H)]),
+        "0.e.weight",
+    ),
+    "a configuration with missing values": (
+        lambda: of(
+            {"a": nn.Embedding(V, H), "b": nn.Embedding(32, H)},
+            config=Missing(vocab_size=V, data=None),
+        ),
+        "a.weight",
+    ),
+    "nothing can be read": (Unreadable, "embed.weight out.weight"),
+    "a pipeline": (pipeline, "0.encoder.weight 2.decoder.weight"),
+    "a pipeline of layers": (
+        lambda: nn.Sequential(
+            nn.Embedding(V, H),
+            *(of({"up": nn.Linear(H, 50), "down": nn.Linear(50, H)}) for _ in range(2)),
+            nn.Linear(H, V),
+        ),
+        "0.weight 3.weight",
+    ),
     "nothing says V": (lambda: nn.ModuleDict({"tok": Table(), "pos": Table(12)}), ""),
     # getters
     "a head without a getter": (
@@ -230,15 +288,18 @@ def test_found(build, names):
 
 ASKED = {  # an error says what to pass
     "V is the width of layers": (
-        lambda: nn.Sequential(nn.Embedding(H, H), *(nn.Linear(H, H) for _ in range(3))),
+        lambda: nn.Sequential(
+            nn.Embedding(H, H), nn.Embedding(3, H), *(nn.Linear(H, H) for _ in range(3))
+        ),
         {},
-        r"'0.weight'.*tables=\{'0.weight': 0, ...\}",
+        r"'0.weight'.*'1.weight'.*tables=\{'0.weight': 0, ...\}",
     ),
     "no head": (
-        lambda: of({"word_embeddings": nn.Embedding(V, H)}),
+        lambda: of({"words": nn.Embedding(V, H), "characters": nn.Embedding(7, H)}),
         {},
-        "'word_embeddings.weight' .*vocab_size=",
+        "'words.weight' .*'characters.weight' .*vocab_size=",
     ),
+    "an ensemble": (ensemble, {}, "'models.0.tok.weight' .*vocab_size="),
     "one-hot tokens": (
         lambda: nn.Sequential(nn.Linear(V, H), nn.Linear(H, H), nn.Linear(H, V)),
         {"vocab_size": V},
@@ -260,6 +321,23 @@ WARNED = {  # what may embed tokens, too, is named
         "0.weight",
         "'1.weight' .*'2.weight' .*'3.weight'",
     ),
+    "V is the width of layers, and not given": (
+        lambda: nn.Sequential(nn.Embedding(H, H), *(nn.Linear(H, H) for _ in range(3))),
+        {},
+        "0.weight",
+        "'1.weight' .*'2.weight' .*'3.weight'",
+    ),
+    **{
+        f"a table named {name}": (
+            lambda name=name: of(
+                {"tok": nn.Embedding(V, H), name: nn.Embedding(V, H), "out": nn.Linear(H, V)}
+            ),
+            {"vocab_size": V},
+            "tok.weight out.weight",
+            f"'{name}.weight'",
+        )
+        for name in ("posemb", "posenc", "abspos", "temporal", "speaker", "abs_posemb", "timeemb")
+    },
     "a hand-written table": (
         lambda: of({"tok": Table(), "pos": Table(12), "head": nn.Linear(H, V)}),
         {"vocab_size": V},
@@ -290,6 +368,9 @@ def test_sizes_that_are_given():
     padded = of({"wte": nn.Embedding(50257, 8), "out": nn.Linear(8, 50304)})
     assert len(embedding_parameters(padded, vocab_size=(50257, 50304))) == 2
     assert {*embedding_parameters(gpt2(n_positions=V), vocab_size=V)} == {GPT2}
+    assert len(embedding_parameters(ensemble(), vocab_size=V)) == 4
+    assert len(embedding_parameters(pipeline(), vocab_size=V)) == 2
+    assert len(CoupledAdamW(pipeline().named_parameters(), vocab_size=V).param_groups[1]) > 0
 
 
 @pytest.mark.parametrize("name", ["pos_embed", "wpe", "class_embedding", "query_embed"])

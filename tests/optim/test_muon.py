@@ -203,7 +203,10 @@ def test_a_schedule_that_reads_the_defaults():
         ({"adjust_lr_fn": "original"}, r"'original' makes lr=0.02 a rate for Muon alone.*adam_lr="),
         ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
         ({"adamw": "embed.wieght"}, r"adamw='embed.wieght' matches no parameter.*'embed.weight'"),
-        ({"adamw": "*"}, "empty parameter list"),
+        ({"adamw": "*"}, r"no matrix for Muon beside the embeddings and adamw='\*'"),
+        ({"ns_steps": 100}, "Invalid ns_steps: 100"),
+        ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\)"),
+        ({"adam_lr": "3e-4"}, "Invalid adam_lr: '3e-4' .*not text"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
     ],
 )

@@ -1,5 +1,7 @@
 """The groups made of a model's parameters, and their options."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -214,19 +216,57 @@ def test_from_groups(cls):
     )
     assert layout(optimizer) == [
         (False, 0, 0.3, [(H, 4 * H), (4 * H, H)]),
-        (False, 0, 0.1, [(H,)]),
         (True, 0, 0.3, [(V, H)]),
+        (False, 0, 0.1, [(H,)]),
         (True, 1, 0.1, [(H, V)]),
     ]
     shown = ("lr", "betas", "row_exponent", "zero_sum", "initial_lr_factor")
     lean = ((0.0, 0.99), 0.75, True, 2.0)
     assert [tuple(map(g.get, shown)) for g in optimizer.param_groups] == [
         (0.1, (0.9, 0.95), 0.0, False, None),
-        (5.0, (0.9, 0.95), 0.0, False, None),
         (0.2, *lean),
+        (5.0, (0.9, 0.95), 0.0, False, None),
         (10.0, *lean),
     ]
     assert not any("lr_factor" in group for group in optimizer.param_groups)
+
+
+def test_groups_keep_their_places():
+    """What a scheduler has for each group still applies to it; the coupled one follows its own."""
+    table, hidden, bias = (nn.Parameter(torch.ones(shape)) for shape in ((V, H), (H, H), (H,)))
+    groups = [{"params": [table]}, {"params": [hidden, bias], "lr": 2.0}]
+    optimizer = CoupledAdamW(groups, lr=1.0, vocab_size=V)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 0.5, lambda _: 0.25])
+    assert [group["coupled"] for group in optimizer.param_groups] == [True, False]
+    assert schedule.get_last_lr() == [0.5, 0.5]
+    both = CoupledAdamW([{"params": [table, bias]}, {"params": [hidden]}], vocab_size=V)
+    assert [g["params"] for g in both.param_groups] == [[bias], [table], [hidden]]
+
+
+def test_a_doubtful_name_in_a_plain_list():
+    parameters = named({"tok": (V, H), "posemb": (V, H), "c_fc": (H, 4 * H)})
+    with pytest.warns(UserWarning, match=r"not coupled.*'posemb' \[40, 16\].*'coupled': True"):
+        optimizer = CoupledAdamW(parameters, vocab_size=V)
+    assert [g["param_names"] for g in optimizer.param_groups] == [["posemb", "c_fc"], ["tok"]]
+
+
+def test_a_parameter_list_is_no_model():
+    table, hidden = (nn.Parameter(torch.ones(shape)) for shape in ((V, H), (H, H)))
+    parameters = nn.ParameterList([table, hidden])
+    optimizer = CoupledAdamW(parameters, vocab_size=V)
+    assert [g["params"] for g in optimizer.param_groups] == [[hidden], [table]]
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, not ParameterList"):
+        param_groups(parameters)
+
+
+def test_frozen_matrices_that_are_named():
+    model = gpt2()
+    model.transformer.wte.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"embeddings are frozen: 'transformer.wte.weight' \[40"):
+        param_groups(model, tables="*.wte.weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        param_groups(model, tables=[])  # nothing was to be coupled
 
 
 def test_several_vocabularies_from_a_plain_list():
@@ -331,7 +371,8 @@ def test_a_model(cls, embeddings):
 
 
 def test_a_model_whose_size_has_to_be_given():
-    model = nn.ModuleDict({"embed": nn.Embedding(V, H), "out": nn.Linear(H, 3)})
+    model = nn.ModuleDict({"embed": nn.Embedding(V, H), "types": nn.Embedding(2, H)})
+    model["words"] = nn.Embedding(7, H)
     with pytest.raises(ValueError, match=r"cannot tell which .*vocab_size="):
         CoupledAdamW(model)
     for vocab_size in (V, np.int64(V), [np.int32(V)]):

@@ -239,7 +239,7 @@ CHANGES = [(a, b) for a, b in itertools.permutations(OF_OTHER_OPTIONS, 2) if b !
 
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
-@pytest.mark.filterwarnings("ignore:no param group is coupled")
+@pytest.mark.filterwarnings("ignore:no param group is coupled", "ignore:.*built with beta1 = 0")
 def test_options_that_need_another_state(old, new):
     """Refused in the step, before anything changes; a reload converts the state."""
     p = matrix()

@@ -1,163 +1,263 @@
-"""Adam's state in and out: what checkpoints of torch contain."""
+"""Checkpoints of torch's optimizers and of other options: what they become, and what is refused."""
 
-import warnings
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.options import Group, has_momentum, remember
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
     MOMENTS,
     ROW_MOMENT,
     SECOND_MOMENTS,
-    Group,
     check_group,
     describe,
     entries,
     entry_shape,
-    has_momentum,
     is_lean,
     layout_of,
     moment_dtype,
 )
+from coupled_adam.optim.warn import warn
 
 State = dict[str, Tensor]
 
+_ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 
-def from_adam(
-    param_groups: list[Group], state_dict: dict[str, Any]
+
+def adapt(
+    groups: list[Group], state_dict: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[Tensor, State]]:
-    """Convert a state dict of Adam or of a Coupled Adam to the layout of an optimizer's groups.
+    """Convert a state dict of Adam or of a Coupled Adam to what an optimizer's groups need.
 
-    Options that are missing in the saved groups are taken from the optimizer's groups. The second
-    moments [V, H] of coupled parameters are replaced by their mean over the vocabulary.
+    What the saved groups do not have is taken from the optimizer's.
 
     Args:
-        param_groups: the optimizer's param groups.
+        groups: the optimizer's param groups.
         state_dict: the state dict to load; it is not changed.
 
     Returns:
-        The converted state dict, and the second moments [H] of each coupled parameter, on the
-        parameter's device and in float32 or wider.
+        The converted state dict, and the second moments [H] and [V] of each coupled parameter, on
+        the parameter's device and in float32 or wider.
 
     Raises:
-        ValueError: if a state does not fit its parameter.
+        ValueError: if a group or a state is damaged, or does not fit the optimizer's.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
-    if [len(g["params"]) for g in param_groups] != [len(g["params"]) for g in saved_groups]:
-        return state_dict, {}  # torch raises an error that says what is wrong
+    _check_sizes(*([len(group["params"]) for group in x] for x in (saved_groups, groups)))
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
-    for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
+    for number, (group, saved) in enumerate(zip(groups, saved_groups)):
+        if "betas" not in saved:
+            raise ValueError(
+                f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict "
+                "drops options if the checkpoint's groups differ from the optimizer's. Pass it the "
+                "checkpoint's 'state' together with the 'param_groups' of "
+                "get_optimizer_state_dict(model, optimizer)"
+            )
         saved.pop("flat_shards", None)  # the optimizer's own are put back
-        _complete_options(number, group, saved)
+        for name in group.keys() - {"params", "flat_shards"}:
+            saved.setdefault(name, group[name])
+        remember(saved)
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
-            if loaded["coupled"] and state.get(key):
-                state[key], moments[p] = _converted(loaded, index, state[key])
+            if state.get(key):
+                state[key], second_moments = _adapted(loaded, index, state[key])
+                if loaded["coupled"]:
+                    moments[p] = second_moments
+    _warn_of_changes(groups, saved_groups)
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
-def _complete_options(number: int, group: Group, saved: Group) -> None:
-    """Add the options that a saved group lacks; warn of those that make it another optimizer."""
-    if "betas" not in saved:
+def _check_sizes(saved: list[int], own: list[int]) -> None:
+    """Raise ValueError if the groups of a checkpoint are not as large as the optimizer's."""
+    if saved != own:
         raise ValueError(
-            f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict drops "
-            "options if the checkpoint's groups differ from the optimizer's. Pass it the "
-            "checkpoint's 'state' together with the 'param_groups' of "
-            "get_optimizer_state_dict(model, optimizer)"
+            f"the checkpoint has param groups of {saved} parameters, the optimizer of {own}. If it "
+            "is one of torch.optim.AdamW(model.parameters()) or with other groups, load it into "
+            "such an optimizer, `old`, and transfer the state of each parameter: "
+            "params = [p for group in optimizer.param_groups for p in group['params']]; "
+            "state = {i: old.state[p] for i, p in enumerate(params) if p in old.state}; "
+            "optimizer.load_state_dict({'state': state, 'param_groups': "
+            "optimizer.state_dict()['param_groups']}). See docs/switching.md, also for Trainer"
         )
-    for name in OPTIONS:
-        saved.setdefault(name, group[name])
-    differing = [n for n in ("coupled", "row_exponent", "zero_sum") if saved[n] != group[n]]
-    if has_momentum(saved) != has_momentum(group):
-        differing.append("betas")
-    for name in differing:
-        if name == "coupled" or saved["coupled"]:
-            warnings.warn(
-                f"param group {number} was constructed with {name}={group[name]}, but the "
-                f"checkpoint has {name}={saved[name]}, which is used from now on, as for every "
-                f"option. To keep the constructed value, set {name!r} in the checkpoint's group "
-                "before loading",
-                stacklevel=2,
+
+
+def _warn_of_changes(groups: list[Group], saved_groups: list[Group]) -> None:
+    """Warn of options in a checkpoint that make the optimizer another one."""
+    changes = []
+    for number, (group, saved) in enumerate(zip(groups, saved_groups)):
+        names = [
+            name for name in ("coupled", "row_exponent", "zero_sum") if saved[name] != group[name]
+        ]
+        if has_momentum(saved) != has_momentum(group):
+            names.append("betas")
+        names = [name for name in names if name == "coupled" or saved["coupled"]]
+        own, loaded = (", ".join(f"{n}={g[n]}" for n in names) for g in (group, saved))
+        if names:
+            changes.append(
+                f"param group {number} was constructed with {own}, but the checkpoint has {loaded}"
             )
+    if changes:
+        warn(
+            f"{'; '.join(changes)}. The checkpoint's options are used from now on. To keep those "
+            "that were constructed, load its 'state' with the 'param_groups' of "
+            "optimizer.state_dict()"
+        )
 
 
-def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
-    """A loaded state as its coupled group needs it, and its second moments again."""
-    p, needed = group["params"][index], entries(group)
-    # Pieces of flattened matrices need the state of such pieces, with the same options.
-    required = {"step", *needed} - {"exp_avg"} if p.dim() == 1 else {"step", "exp_avg_sq"}
-    averages: State = {}
-    problems = [f"it has no {name}" for name in sorted(required - state.keys())]
+def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
+    """A loaded state as its group needs it, and its second moments again, if it is coupled."""
+    p, second_moments = group["params"][index], {}
+    problem = _damage(state, p)
+    if not group["coupled"]:
+        if not problem and "momentum_buffer" not in state:  # of Muon
+            problem = _misfit(state, _ADAMS, dict.fromkeys(("exp_avg", *SECOND_MOMENTS), p.shape))
+    elif not problem:
+        needed = entries(group)
+        # Pieces of flattened matrices need the state of such pieces, with the same options.
+        required = ("step", *(needed.keys() - {"exp_avg"})) if p.dim() == 1 else _COUPLEDS
+        problem = _misfit(state, required, {})
+        if not problem:
+            second_moments = _second_moments(group, p, state)
+            if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
+                # What is not finite would reach all rows through LEAN's mean update.
+                state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
+            unneeded = MOMENTS - needed.keys()  # what is neither Adam's nor ours stays
+            state = {n: x for n, x in {**state, **second_moments}.items() if n not in unneeded}
+            shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
+            problem = _misfit(state, (), shapes)
+    if problem:
+        raise ValueError(f"cannot load the state of {describe(group, index)}: {problem}")
+    return state, second_moments
+
+
+def _damage(state: State, p: Tensor) -> str | None:
+    """What is wrong with a loaded state, whatever its options are."""
     if "exp_avg_sq_row" in state:
-        problems = [
+        return (
             "its exp_avg_sq_row is that of a LEAN that counted the first gradient twice. Load the "
             "model's weights alone, and begin with a new optimizer"
-        ]
-    problems += [
-        f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. {HOW_TO_LOAD}"
-        for name, value in state.items()
-        if name in MOMENTS and sharded.is_dtensor(value) != sharded.is_dtensor(p)
-    ]
-    if not problems:
-        averages = _averages(group, p, state)
-        unneeded = MOMENTS - needed.keys()  # what is neither Adam's nor ours stays
-        state = {n: value for n, value in {**state, **averages}.items() if n not in unneeded}
-        shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
-        problems = [
-            f"its {name} has the shape {list(state[name].shape)}, but must have {list(shape)}. "
-            "Does the checkpoint belong to this model, with the parameters in the same order?"
-            for name, shape in shapes.items()
-            if name in state and state[name].shape != shape
-        ]
-    if problems:
-        raise ValueError(f"cannot load the state of {describe(group, index)}: {problems[0]}")
-    return state, averages
+        )
+    for name, value in state.items():
+        if name == "step" and not _is_count(value):
+            return f"its step is {value!r}, and must be a number from 0 on"
+        if name not in MOMENTS:
+            continue
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return f"its {name} is no floating-point tensor, but {value!r:.80}"
+        if sharded.is_dtensor(value) != sharded.is_dtensor(p):
+            return (
+                f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. "
+                f"{HOW_TO_LOAD}"
+            )
+    return None
 
 
-def _averages(group: Group, p: Tensor, state: State) -> State:
+def _is_count(step: Any) -> bool:
+    if isinstance(step, Tensor):
+        if step.is_meta or isinstance(step, FakeTensor):
+            return True
+        step = step.item() if step.numel() == 1 else None
+    return isinstance(step, float | int) and 0 <= step < math.inf
+
+
+def _misfit(state: State, required: tuple[str, ...], shapes: dict[str, torch.Size]) -> str | None:
+    """The first entry that is missing, or has another shape."""
+    for name in required:
+        if name not in state:
+            return f"it has no {name}"
+    for name, shape in shapes.items():
+        if name in state and state[name].shape != shape:
+            return (
+                f"its {name} has the shape {list(state[name].shape)}, but must have {list(shape)}. "
+                "Does the checkpoint belong to this model, with the parameters in the same order?"
+            )
+    return None
+
+
+def _second_moments(group: Group, p: Tensor, state: State) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
     vocab_dim, dtype = group["vocab_dim"], moment_dtype(p)
     names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
     moments = {name: state[name].to(dtype) for name in names}
-    nu = moments["exp_avg_sq"]
-    if is_lean(group) and ROW_MOMENT not in moments:
-        if nu.shape == p.shape:  # of Adam
-            rows, nu = sharded.mean_over(nu, 1 - vocab_dim), sharded.mean_over(nu, vocab_dim)
-        else:  # of Coupled Adam: nothing tells the rows apart
-            mean = sharded.full_tensor(nu.mean()).to(p.device)
-            rows = sharded.zero_moment(p, 1 - vocab_dim, dtype) + mean
-        # LEAN's nu is a mean over the rows that have had a gradient.
-        active = max(sharded.full_tensor((rows > 0).sum()).item(), 1)
-        moments |= {ROW_MOMENT: rows, "exp_avg_sq": nu * (len(rows) / active)}
-    elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
-        mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
-        moments["exp_avg_sq"] = nu * (mean / _mean_of_columns(nu))
-    averages = {}
+    if p.dim() == 2:
+        nu = moments["exp_avg_sq"]
+        if nu.shape == p.shape:
+            if is_lean(group):
+                moments |= _lean_of_adam(nu, vocab_dim)
+            else:
+                moments |= {
+                    name: _mean(moments[name], vocab_dim)
+                    for name in moments.keys() & {*SECOND_MOMENTS}
+                    if moments[name].shape == p.shape
+                }
+        elif is_lean(group) and ROW_MOMENT not in moments:
+            moments |= _lean_of_coupled(nu, p, vocab_dim)
+        elif not is_lean(group) and ROW_MOMENT in moments:
+            moments["exp_avg_sq"] = _coupled_of_lean(nu, moments[ROW_MOMENT])
+    placed = {}
     for name, dim in entries(group).items():
         if dim is None:
             continue
         if name not in moments:  # it begins now
-            averages[name] = sharded.zero_moment(p, dim, dtype)
-            continue
-        value = moments[name]
-        if value.shape == p.shape and p.dim() == 2:  # of Adam
-            value = sharded.mean_over(value, dim)
-        if value.shape == entry_shape(group, p, dim):
-            averages[name] = sharded.place_moment(value, p, dim).to(p.device)
-    return averages
+            placed[name] = sharded.zero_moment(p, dim, dtype)
+        elif moments[name].shape == entry_shape(group, p, dim):
+            placed[name] = sharded.place_moment(moments[name], p, dim).to(p.device)
+    return placed
 
 
-def _mean_of_columns(nu: Tensor) -> float:
-    """The mean of nu; not 0 before the first gradient, since nu is divided by it."""
-    mean: float = sharded.full_tensor(nu.mean()).item()
-    return mean or 1.0
+def _lean_of_adam(v: Tensor, vocab_dim: int) -> State:
+    """LEAN's r [V] and nu [H] of Adam's v: the means over columns, and over rows."""
+    r, nu = _mean(v, 1 - vocab_dim), _mean(v, vocab_dim)
+    return _lean(r, nu * v.shape[vocab_dim])
+
+
+def _lean_of_coupled(nu: Tensor, p: Tensor, vocab_dim: int) -> State:
+    """LEAN's r [V] and nu [H] of Coupled Adam's nu, which does not tell the rows apart."""
+    r = sharded.zero_moment(p, 1 - vocab_dim, nu.dtype) + _mean_of(nu)
+    return _lean(r, nu * p.shape[vocab_dim])
+
+
+def _lean(r: Tensor, sums: Tensor) -> State:
+    """LEAN's state, given the sums of v over the rows.
+
+    Its nu is the mean over the rows that have had a gradient. A column that has overflowed, which
+    Coupled Adam stops, has the mean of the others.
+    """
+    nu = sums / max(sharded.full_tensor((r > 0).sum()).item(), 1)
+    return {ROW_MOMENT: r, "exp_avg_sq": nu.nan_to_num(*[_mean_of(nu)] * 2)}
+
+
+def _coupled_of_lean(nu: Tensor, r: Tensor) -> Tensor:
+    """Coupled Adam's nu [H]: the mean over the rows of v_ij = r_i nu_j / mean(nu)."""
+    return nu * (_mean_of(r) / (_mean_of(nu) or 1.0))
+
+
+def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:
+    """Adam's v_ij = r_i nu_j / mean(nu); what has overflowed stays where it is."""
+    v = nu.unsqueeze(vocab_dim) / (_mean_of(nu) or 1.0) * r.unsqueeze(1 - vocab_dim)
+    return v.nan_to_num(math.inf, math.inf)
+
+
+def _mean(v: Tensor, dim: int) -> Tensor:
+    """The means of what is finite over a dimension of a matrix."""
+    finite = sharded.mean_over(v.isfinite().to(v.dtype), dim)
+    return sharded.mean_over(v.nan_to_num(0.0, 0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
+
+
+def _mean_of(vector: Tensor) -> float:
+    """The mean of what is finite in a vector; 0 if nothing is."""
+    values = sharded.full_tensor(vector)
+    mean: float = values[values.isfinite()].mean().nan_to_num().item()
+    return mean
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +289,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
-        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor")
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -197,14 +297,12 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _spread(state: State, group: Group) -> State:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
     adam = {name: value for name, value in state.items() if name not in (ROW_MOMENT, MEAN_UPDATE)}
-    vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
-    if exp_avg is None and rows is None:
+    vocab_dim, r, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
+    if exp_avg is None and r is None:
         return {}
     for name in state.keys() & {*SECOND_MOMENTS}:
-        moment = state[name].unsqueeze(vocab_dim)
-        if rows is not None:  # of LEAN: v_ij = r_i nu_j / mean(nu)
-            moment = moment / _mean_of_columns(state[name])
-            moment = moment * rows.unsqueeze(1 - vocab_dim)
-        adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
+        nu = state[name]
+        v = nu.unsqueeze(vocab_dim) if r is None else _adam_of_lean(nu, r, vocab_dim)
+        adam[name] = v if exp_avg is None else torch.empty_like(exp_avg).copy_(v)
     adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))
     return adam

@@ -1,29 +1,33 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, ParameterList
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.conversion import from_adam
-from coupled_adam.optim.find_embeddings import warn
-from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
+from coupled_adam.optim.conversion import adapt
+from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix, as_python_number
+from coupled_adam.optim.options import (
+    check_options,
+    complete,
+    warn_of_lost_factor,
+    warn_of_momentum,
+)
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
-    begin,
     couple_by_size,
-    name_parameters,
+    embedding_options,
     param_groups,
-    warn_of_lost_factor,
 )
 from coupled_adam.optim.state import check_group, check_parameter, fit_state
 from coupled_adam.optim.update import Pending, update
+from coupled_adam.optim.warn import warn
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """The tensors of a param group, in the order of torch's ``adam``."""
@@ -65,27 +69,30 @@ class CoupledAdam(torch.optim.Adam):
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
         coupled (bool): whether the rows of each matrix in the group share a second moment.
-        second_moment_scale (float): positive factor applied to the shared second moment, the 2^-n
-            of Scaled Coupled Adam (Sec. 6.1). Affects coupled groups only.
-        row_exponent (float): a between 0 and 1. With a > 0 the step size of each token also depends
-            on its own average squared gradient, to the power -a/2 (see
+        second_moment_scale (float, optional): positive factor applied to the shared second moment,
+            the 2^-n of Scaled Coupled Adam (Sec. 6.1), by default 1. Affects coupled groups only.
+        row_exponent (float, optional): a between 0 and 1, by default 0. With a > 0 the step size of
+            each token also depends on its own average squared gradient, to the power -a/2 (see
             :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
             number of state for each token, ``row_exp_avg_sq`` [V]. Affects coupled groups only.
-        zero_sum (bool): subtract the mean of the rows' updates from each of them, so that a step
-            does not move the mean embedding, except by weight decay and rounding. This goes beyond
-            the paper, too. Affects coupled groups only.
+        zero_sum (bool, optional): subtract the mean of the rows' updates from each of them, so that
+            a step does not move the mean embedding, except by weight decay and rounding. This goes
+            beyond the paper, too. Affects coupled groups only.
         vocab_dim (int): the dimension that indexes the tokens: 0 for [V, H], 1 for [H, V].
             Affects coupled groups only.
         stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
             small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
             bfloat16 parameters of coupled groups only.
         embeddings (str or mapping, optional): how the coupled matrices of a model, or those that
-            ``vocab_size`` finds, are updated, as in :func:`coupled_adam.param_groups`.
+            ``vocab_size`` finds, are updated, as in :func:`coupled_adam.param_groups`. What it sets
+            cannot be given as an argument, too.
         vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
             matrices, padding included. A model needs it if it does not say V itself. Frameworks
             that pass on parameters only always do: every matrix with V rows, or with V columns
             (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
-            and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
+            and of ``embeddings``, which follows it. Groups that are added later have to say
+            ``coupled`` themselves.
+        lr_factor: an option of ``embeddings`` and of groups, named here for its error alone.
 
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
@@ -96,7 +103,7 @@ class CoupledAdam(torch.optim.Adam):
     """
 
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
-    _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
+    _coupling_defaults: Mapping[str, Any] = OPTIONS
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -106,7 +113,7 @@ class CoupledAdam(torch.optim.Adam):
 
     def __init__(
         self,
-        params: ParamsT | torch.nn.Module,
+        params: ParamsT | Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -120,16 +127,22 @@ class CoupledAdam(torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         coupled: bool = False,
-        second_moment_scale: float = 1.0,
-        row_exponent: float = 0.0,
-        zero_sum: bool = False,
+        second_moment_scale: float | None = None,
+        row_exponent: float | None = None,
+        zero_sum: bool | None = None,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        lr_factor: None = None,
     ) -> None:
+        if lr_factor is not None:
+            raise ValueError(
+                f"lr_factor={lr_factor!r} is an option of the embeddings: write "
+                f"embeddings={{'lr_factor': {lr_factor!r}}}, or embeddings=LEAN | {{...}}"
+            )
         groups: Any = params
-        if isinstance(params, torch.nn.Module):
+        if is_model := isinstance(params, Module) and not isinstance(params, ParameterList):
             groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
         elif embeddings is not None and vocab_size is None:
             raise ValueError(
@@ -137,8 +150,8 @@ class CoupledAdam(torch.optim.Adam):
                 "parameters they are: pass the model instead of parameters, or vocab_size= with "
                 "the number of their rows; param groups have the options themselves"
             )
-        self._pending, self._has_warned = Pending(), False
-        self._coupling_defaults = {
+        of_embeddings = embedding_options(embeddings or "coupled")
+        coupling = {
             "coupled": coupled,
             "second_moment_scale": second_moment_scale,
             "row_exponent": row_exponent,
@@ -146,6 +159,20 @@ class CoupledAdam(torch.optim.Adam):
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
         }
+        coupling = {name: value for name, value in coupling.items() if value is not None}
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
+        check_options(options)
+        for name in ("second_moment_scale", "row_exponent", "zero_sum"):
+            # What the groups of a model set, they set for all coupled matrices.
+            of_groups = groups[-1] if isinstance(groups, ParamGroups) and groups else of_embeddings
+            if name in coupling and name in of_groups:
+                raise ValueError(
+                    f"{name}={coupling[name]!r} has no effect, as embeddings= sets {name} to "
+                    f"{of_groups[name]!r}: change it there, as in "
+                    f"embeddings=LEAN | {{{name!r}: {coupling[name]!r}}}"
+                )
+        self._pending, self._has_warned = Pending(), False
+        self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
@@ -162,10 +189,8 @@ class CoupledAdam(torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        if vocab_size is not None and groups is params:
-            self.param_groups = couple_by_size(
-                self.param_groups, vocab_size, embeddings or "coupled"
-            )
+        if vocab_size is not None and not is_model:
+            self.param_groups = couple_by_size(self.param_groups, vocab_size, of_embeddings)
             for group in self.param_groups:
                 check_group(group)
         # param_groups has said why it has coupled nothing.
@@ -184,8 +209,8 @@ class CoupledAdam(torch.optim.Adam):
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
         if isinstance(param_group, dict):  # torch refuses anything else
-            begin(param_group, self.defaults)
-            name_parameters(param_group, self.param_groups)
+            complete(param_group, self.defaults)
+            _name_parameters(param_group, self.param_groups)
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -193,12 +218,20 @@ class CoupledAdam(torch.optim.Adam):
             del self.param_groups[-1]
             raise
 
+    def _complete_groups(self) -> None:
+        """Complete the groups that come from elsewhere: assigned, appended, or of AdamW."""
+        for group in self.param_groups:
+            if not group.keys() >= self.defaults.keys():
+                complete(group, self.defaults)
+                check_group(group)
+
     def init_state(self) -> None:
         """Create the state of every trainable parameter without performing a step.
 
         Use this where the state must exist before the first step, for example to load a distributed
         checkpoint into it. Existing states, parameters and gradients are not changed.
         """
+        self._complete_groups()
         for group in self.param_groups:
             without_grad = [p for p in group["params"] if p.requires_grad and p.grad is None]
             try:
@@ -257,20 +290,13 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         self._pending.finish()
+        self._complete_groups()
+        warn_of_momentum(self.param_groups)
         self._has_warned = self._has_warned or warn_of_lost_factor(self.param_groups)
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
-            beta1, beta2 = group["betas"]
-            adam(
-                *tensors,
-                has_complex=has_complex,
-                beta1=beta1,
-                beta2=beta2,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                **{name: group[name] for name in _ADAM_OPTIONS},
-            )
+            self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
         update(coupled, unscale, found_inf, self._pending)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
@@ -301,6 +327,26 @@ class CoupledAdam(torch.optim.Adam):
                     coupled.append(matrix)
         return coupled, uncoupled
 
+    def _update_uncoupled(
+        self,
+        group: dict[str, Any],
+        tensors: Tensors,
+        has_complex: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update the parameters of a group that is not coupled."""
+        beta1, beta2 = group["betas"]
+        adam(
+            *tensors,
+            has_complex=has_complex,
+            beta1=beta1,
+            beta2=beta2,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            **{name: group[name] for name in _ADAM_OPTIONS},
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, complete."""
         self._pending.finish()
@@ -309,11 +355,13 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.defaults = {**self._coupling_defaults, **self.defaults}
         self._pending, self._has_warned = Pending(), False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
         self._pending.finish()
+        self._complete_groups()
         saved: dict[str, Any] = super().state_dict()
         if any(group.get("flat_shards") for group in self.param_groups):
             for group in saved["param_groups"]:  # process groups cannot be saved
@@ -338,23 +386,48 @@ class CoupledAdam(torch.optim.Adam):
             state_dict: as returned by ``state_dict()``; it is not changed.
 
         Raises:
-            ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
+            ValueError: if a group or a state is damaged, or does not fit. The optimizer is then
+                unchanged.
         """
         self._pending.finish()
+        self._complete_groups()
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
-        adapted, moments = from_adam(self.param_groups, state_dict)
-        super().load_state_dict(adapted)
-        for group, shards in zip(self.param_groups, flat_shards):
-            if shards is not None:
-                group["flat_shards"] = shards  # these are not saved
-        for p, second_moments in moments.items():
-            # torch has cast every state to its parameter's dtype, which would reduce the moments
-            # [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg was saved
-            # with. Put back the former, and give exp_avg the parameter's strides.
-            self.state[p].update(second_moments)
-            exp_avg = self.state[p].get("exp_avg")
-            if exp_avg is not None and exp_avg.stride() != p.stride():
-                self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+
+        def before(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+            adapted, second_moments = self._adapt(saved)
+            moments.update(second_moments)
+            return adapted
+
+        def after(_: Any) -> None:
+            for group, shards in zip(self.param_groups, flat_shards):
+                if shards is not None:
+                    group["flat_shards"] = shards  # these are not saved
+            for p, second_moments in moments.items():
+                # torch has cast every state to its parameter's dtype, which would reduce the
+                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
+                # was saved with. Put back the former, and give exp_avg the parameter's strides.
+                self.state[p].update(second_moments)
+                exp_avg = self.state[p].get("exp_avg")
+                if exp_avg is not None and exp_avg.stride() != p.stride():
+                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
+
+        # After the user's hooks, which see the checkpoint; before those that see what is loaded.
+        hooks = [
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _adapt(
+        self, saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+        """Convert a checkpoint, as :func:`coupled_adam.optim.conversion.adapt` does."""
+        return adapt(self.param_groups, saved)
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
@@ -379,7 +452,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 
     def __init__(
         self,
-        params: ParamsT | torch.nn.Module,
+        params: ParamsT | Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -393,16 +466,27 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         fused: bool | None = None,
         # By name, since frameworks such as litgpt pass on what they find in the signature.
         coupled: bool = False,
-        second_moment_scale: float = 1.0,
-        row_exponent: float = 0.0,
-        zero_sum: bool = False,
+        second_moment_scale: float | None = None,
+        row_exponent: float | None = None,
+        zero_sum: bool | None = None,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        lr_factor: None = None,
     ) -> None:
         options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}
         super().__init__(**options, decoupled_weight_decay=True)
+
+
+def _name_parameters(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Give a group that is added later names if the others have some, as torch demands."""
+    params = group["params"]
+    if isinstance(params, set) or not others or "param_names" not in others[0]:
+        return
+    group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+    if not any(isinstance(p, tuple) for p in params):
+        group.setdefault("param_names", [f"parameter {i}" for i in range(len(params))])
 
 
 def _matrix(

@@ -4,13 +4,12 @@ The docstring of :func:`embedding_parameters` states the rule. Nothing is guesse
 leaves open is an error that asks, or is named in a warning.
 """
 
+import contextlib
 import difflib
 import fnmatch
 import itertools
 import math
 import re
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from coupled_adam.optim.warn import warn
 
 Couple = Literal["both", "input", "output"]
 Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
@@ -37,6 +38,10 @@ _NO_TOKENS = re.compile(
     "expert|router|gate|hash|codebook|code|quantizer|quantize|"
     "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix)s?"
 )
+# Words of which that is likely only.
+_MAYBE_NO_TOKENS = re.compile(
+    "(abs|rel|sin)?(pos|position|time|type|segment|seg)(emb|enc)?[a-z]*|(temporal|speaker)[a-z]*"
+)
 
 
 @dataclass(eq=False)
@@ -45,6 +50,7 @@ class ModelMatrix:
 
     Attributes:
         holders: the modules that hold it, two or more if it is tied; empty if they are not known.
+        blocks: the beginnings of its name that are blocks, such as ``layers.3.``.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
     """
@@ -52,6 +58,7 @@ class ModelMatrix:
     name: str
     parameter: Tensor
     holders: list[nn.Module] = field(default_factory=list)
+    blocks: set[str] = field(default_factory=set)
     sides: set[str] = field(default_factory=set)
     vocab_dim: int = 0
 
@@ -74,11 +81,6 @@ class ModelMatrix:
         return {_kind(module) for module in self.holders}
 
     @property
-    def in_block(self) -> bool:
-        """Whether it is in a block of a list: ``layers.0.mlp.weight``, not ``heads.0.weight``."""
-        return any(component.isdigit() for component in self.name.split(".")[:-2])
-
-    @property
     def is_tied(self) -> bool:
         """Whether a table shares it with a module of another kind, as with a head."""
         return self.kinds > {"table"}
@@ -97,9 +99,17 @@ class ModelMatrix:
 
         Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
         """
+        return 1 not in self.shape and not any(map(_NO_TOKENS.fullmatch, self._words()))
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its name, or the class of a holder, rather speaks of something else."""
+        return any(map(_MAYBE_NO_TOKENS.fullmatch, self._words()))
+
+    def _words(self) -> list[str]:
         names = " ".join([*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]])
         words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
-        return 1 not in self.shape and not any(_NO_TOKENS.fullmatch(w.lower()) for w in words)
+        return [word.lower() for word in words]
 
 
 def _kind(module: nn.Module) -> str:
@@ -123,12 +133,13 @@ def embedding_parameters(
        model and its submodules return is a token embedding, and so is an ``nn.Embedding`` whose
        matrix another kind of module shares.
     2. *Sizes.* The numbers V of tokens are given as ``vocab_size``. Otherwise they are those of
-       step 1 and ``vocab_size`` in the model's configuration. If there is none, the largest
-       ``nn.Embedding`` must have a partner, an ``nn.Linear`` with as many rows.
-    3. *Rows.* Every ``nn.Embedding`` and every ``nn.Linear`` with exactly V rows is one. Matrices
-       in a block of a list, as in ``layers.3.mlp``, are not, nor those that are named for something
-       else (positions, token types, adapters, ...). Where V is the width of hidden layers, too, it
-       is not clear which linear layers are heads.
+       step 1 and ``vocab_size`` in the model's configuration. If there is none, the only
+       ``nn.Embedding`` tells it. The largest of several must have a partner, an ``nn.Linear`` with
+       as many rows.
+    3. *Rows.* Every ``nn.Embedding`` and every ``nn.Linear`` with exactly V rows is one, unless it
+       is named for something else (positions, token types, adapters, ...). Linear layers in a block
+       that is repeated, as in ``layers.3.mlp``, are none. Where V is the width of hidden layers,
+       too, it is not clear which linear layers are heads.
     4. *Doubt.* If nothing is clear, an error asks for ``tables`` or ``vocab_size``. If something
        is, one warning names what else looks like a token embedding.
 
@@ -171,7 +182,7 @@ def find_embeddings(
     vocab_size: int | Iterable[int] | None,
 ) -> tuple[list[ModelMatrix], list[ModelMatrix]]:
     """Return the matrices to couple, frozen or not, and all embeddings, of tokens or not."""
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ParameterList):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     if couple not in ("both", "input", "output"):
         raise ValueError(f"Invalid couple value: {couple!r} ('both', 'input' or 'output')")
@@ -186,10 +197,7 @@ def find_embeddings(
         coupled = _named_in_tables(model, matrices, tables, given or _configured_sizes(model))
     else:
         if alike := _search(model, matrices, given):
-            warn(
-                f"not coupled, although they may be token embeddings: {listed(alike)}. If they "
-                "are, pass tables= with all matrices to couple"
-            )
+            _warn_of(alike, "pass tables= with all matrices to couple")
         coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
         if couple != "both" and (tied := [m for m in coupled if len(m.sides) > 1]):
             raise ValueError(
@@ -215,7 +223,36 @@ def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
                 "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
                 "torch.distributed.fsdp.fully_shard"
             )
+    modules = model.named_modules()
+    _find_blocks(
+        matrices.values(), {"", *(name for name, m in modules if isinstance(m, nn.Sequential))}
+    )
     return list(matrices.values())
+
+
+def _find_blocks(matrices: Iterable[ModelMatrix], sequences: set[str] | None = None) -> None:
+    """Set ``blocks``: the items of lists around a layer.
+
+    What may also be a pipeline, whose stages differ, has blocks only if another item has a matrix
+    of the same name.
+
+    Args:
+        matrices: all matrices of a model.
+        sequences: the names of modules that may be pipelines; by default all may be.
+    """
+    items: dict[tuple[str, str], list[tuple[ModelMatrix, str]]] = {}
+    for m in matrices:
+        components = m.name.split(".")
+        for i, component in enumerate(components[:-2]):  # not heads.0.weight
+            if component.isdigit():
+                before, item, after = (
+                    ".".join(x) for x in (components[:i], components[: i + 1], components[i + 1 :])
+                )
+                items.setdefault((before, after), []).append((m, f"{item}."))
+    for (before, _), alike in items.items():
+        if len(alike) > 1 or not (sequences is None or before in sequences):
+            for m, item in alike:
+                m.blocks.add(item)
 
 
 def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
@@ -232,18 +269,28 @@ def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
 
 def _configured_sizes(model: nn.Module) -> set[int]:
     """The vocabulary sizes in the configurations of the model and its submodules, also nested."""
-
-    def options(config: Any) -> Mapping[Any, Any]:
-        return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-
-    configs = [getattr(module, "config", None) for module in model.modules()]
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        with contextlib.suppress(Exception):  # a property may raise anything
+            configs[id(module.config)] = module.config
     return {
         n
-        for config in {id(c): c for c in configs}.values()
-        for nested in [config, *options(config).values()]
-        for key, n in options(nested).items()
+        for options in map(_readable, configs.values())
+        for nested in [options, *map(_readable, options.values())]
+        for key, n in nested.items()
         if _VOCAB_SIZE.fullmatch(str(key)) and isinstance(n, int) and n > 1
     }
+
+
+def _readable(config: Any) -> dict[Any, Any]:
+    """The options of a configuration, but for those that OmegaConf, for example, cannot resolve."""
+    options: dict[Any, Any] = {}
+    with contextlib.suppress(Exception):
+        mapping = config if isinstance(config, Mapping) else vars(config)
+        for key in mapping:
+            with contextlib.suppress(Exception):
+                options[key] = mapping[key]
+    return options
 
 
 def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> list[ModelMatrix]:
@@ -254,8 +301,9 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
         if m.is_tied:
             m.sides = {"input", "output"}
     possible = [m for m in matrices if m.may_embed_tokens]
-    outside = [m for m in possible if not m.in_block]
-    rows = {m.shape[0] for m in outside if m.kinds & {"table", "linear"}}
+    tables = [m for m in possible if "table" in m.kinds]
+    layers = [m for m in possible if "linear" in m.kinds and m not in tables]
+    rows = {m.shape[0] for m in (*tables, *(m for m in layers if not m.blocks))}
     sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
     if missing := given - sizes:
         tables = [m for m in matrices if "table" in m.kinds]
@@ -266,13 +314,15 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     # Of how many layers a number is the width: columns are no tokens.
     widths = Counter(m.shape[1] for m in matrices if m.kinds & {"table", "linear"})
     if not sizes and not has_getters:
-        sizes = _size_of_a_pair(outside, widths)
-    for m in outside:
-        if m.shape[0] in sizes and not m.sides:
-            if "table" in m.kinds:
-                m.sides = {"input"}
-            elif "linear" in m.kinds and m.shape[0] not in widths:
-                m.sides = {"output"}
+        sizes = _size_of_the_tables(tables, layers, widths)
+    for m in tables:
+        if m.shape[0] in sizes and not m.sides and not m.is_doubtful:
+            m.sides = {"input"}
+            for other in layers:  # what has a table of its own is a model of an ensemble, no block
+                other.blocks = {b for b in other.blocks if not m.name.startswith(b)}
+    for m in layers:
+        if m.shape[0] in sizes - widths.keys() and not m.sides and not m.blocks:
+            m.sides = {"output"}
     # Another vocabulary may be larger and, where only a pair has told the size, smaller.
     least = math.inf if given else 1 if stated else 1 / 16
     alike = _alike(possible, sizes, widths, least)
@@ -286,13 +336,15 @@ def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int])
     by_parameter = {m.parameter: m for m in matrices}
     has_getters = False
     for module, (name, side) in itertools.product(model.modules(), _GETTERS.items()):
-        if not hasattr(module, name):
+        try:
+            getter = getattr(module, name)
+        except Exception:  # there is none, or a property that raises anything
             continue
         try:
-            returned = getattr(module, name)()
+            returned = getter()
         except TypeError:  # it takes arguments, so it is something else
             continue
-        except (NotImplementedError, AttributeError):  # inherited by a model that has none
+        except Exception:  # inherited by a model that has none
             returned = None
         has_getters = True
         for p in _weights(returned):
@@ -318,20 +370,22 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
         yield weight
 
 
-def _size_of_a_pair(outside: list[ModelMatrix], widths: Counter[int]) -> set[int]:
-    """The rows of the largest table, if a head has as many; no size if there is no table.
+def _size_of_the_tables(
+    tables: list[ModelMatrix], layers: list[ModelMatrix], widths: Counter[int]
+) -> set[int]:
+    """The rows of the only table, or of the largest one if a head has as many.
 
     Raises:
-        ValueError: if it has no such partner, or is one of several.
+        ValueError: if the largest of several has no such partner, or another is as large.
     """
-    tables = sorted((m for m in outside if "table" in m.kinds), key=lambda m: -m.shape[0])
-    if not tables:
-        return set()
-    n = tables[0].shape[0]
-    has_head = any("linear" in m.kinds and m.shape[0] == n for m in outside)
-    if has_head and [m.shape[0] for m in tables].count(n) == 1 and n not in widths:
+    rows = sorted(m.shape[0] for m in tables if not m.is_doubtful)
+    if len(rows) < 2:
+        return {*rows}
+    *_, n = rows
+    has_head = any(m.shape[0] == n and not m.blocks for m in layers)
+    if has_head and rows.count(n) == 1 and n not in widths:
         return {n}
-    raise ValueError(_cannot_tell(tables))
+    raise ValueError(_cannot_tell(sorted(tables, key=lambda m: -m.shape[0])))
 
 
 def _alike(
@@ -342,17 +396,19 @@ def _alike(
     A table with other numbers of rows does if it has ``least`` rows, times the largest V.
     """
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
-    open_ones = [m for m in matrices if not m.sides and m.parameter.requires_grad]
-    tables = [m for m in open_ones if "table" in m.kinds and not m.in_block and sizes]
+    rest = [m for m in matrices if not m.sides and m.parameter.requires_grad] if sizes else []
+    tables = [m for m in rest if "table" in m.kinds and not m.blocks]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
         if not is_table and "linear" not in m.kinds:
-            return not m.in_block and not sizes.isdisjoint(m.shape)
+            return not m.blocks and not sizes.isdisjoint(m.shape)
+        if is_table and rows in sizes:  # its name is doubtful
+            return True
         may_be_tokens = is_table or rows not in widths
-        if m.in_block:  # as the heads that predict several tokens ahead have it
-            return rows in sizes and may_be_tokens and (is_table or rows > columns)
+        if m.blocks:  # as the heads that predict several tokens ahead have it
+            return rows in sizes and may_be_tokens and rows > columns
         if not is_table and columns in sizes and columns > rows:  # of one-hot tokens, maybe
             return widths[columns] == 1
         # Of these sizes no table, or no head, has been found; it may be padded.
@@ -360,7 +416,11 @@ def _alike(
         is_near = rows >= columns and any(20 * abs(rows - n) <= n for n in open_sizes)
         return is_near or (may_be_tokens and rows in others)
 
-    return list(filter(looks_alike, open_ones))
+    return list(filter(looks_alike, rest))
+
+
+def _warn_of(alike: list[ModelMatrix], fix: str) -> None:
+    warn(f"not coupled, although they may be token embeddings: {listed(alike)}. If they are, {fix}")
 
 
 def _cannot_tell(matrices: list[ModelMatrix]) -> str:
@@ -377,23 +437,15 @@ def listed(matrices: list[ModelMatrix]) -> str:
     return ", ".join(map(str, matrices[:5])) + more
 
 
-def warn(message: str) -> None:
-    """Issue a UserWarning that points at the user's line, however many of our calls are between."""
-    stacklevel = 1
-    frame: Any = sys._getframe(0)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("coupled_adam."):
-        frame, stacklevel = frame.f_back, stacklevel + 1
-    warnings.warn(message, stacklevel=stacklevel)
-
-
 def _named_in_tables(
     model: nn.Module, matrices: list[ModelMatrix], tables: Tables, sizes: set[int]
 ) -> list[ModelMatrix]:
     """The matrices that ``tables`` names, with their ``vocab_dim``."""
     by_parameter = {m.parameter: m for m in matrices}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     dims: dict[ModelMatrix, int] = {}
     for entry in _several(tables):
-        for name, p in _matching(model, entry, "tables").items():
+        for name, p in _matching(parameters, entry, "tables").items():
             if p not in by_parameter:
                 raise ValueError(
                     f"tables={entry!r} matches {name!r} of shape {list(p.shape)}, which is not a "
@@ -424,14 +476,19 @@ def _vocab_dim(m: ModelMatrix, sizes: set[int]) -> int:
     )
 
 
-def resolve(model: nn.Module, entries: Parameters, argument: str) -> set[Tensor]:
+def resolve(parameters: Mapping[str, Tensor], entries: Parameters, argument: str) -> set[Tensor]:
     """The parameters that modules, parameters, names and patterns refer to.
 
+    Args:
+        parameters: all parameters by their names.
+        entries: what refers to some of them.
+        argument: the name of the argument that ``entries`` is, for messages.
+
     Raises:
-        ValueError: if an entry of the argument refers to no parameter of the model.
+        ValueError: if an entry refers to none of the parameters.
     """
     several = _several(entries)
-    return {p for entry in several for p in _matching(model, entry, argument).values()}
+    return {p for entry in several for p in _matching(parameters, entry, argument).values()}
 
 
 def _several(entries: Tables) -> Iterable[Any]:
@@ -439,10 +496,9 @@ def _several(entries: Tables) -> Iterable[Any]:
 
 
 def _matching(
-    model: nn.Module, entry: nn.Module | Tensor | str, argument: str
+    parameters: Mapping[str, Tensor], entry: nn.Module | Tensor | str, argument: str
 ) -> dict[str, Tensor]:
-    """All parameters of a model that an entry of an argument refers to, by their names."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    """All parameters that an entry of an argument refers to, by their names."""
     if isinstance(entry, str):
         matches = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
     elif isinstance(entry, Tensor):
@@ -474,10 +530,14 @@ def matrices_of_size(
         ValueError: if there is none of a size, or more than a table and a head.
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
-    possible = [m for m in matrices if m.may_embed_tokens and not m.in_block]
+    _find_blocks(matrices)
+    possible = [m for m in matrices if m.may_embed_tokens and not m.blocks]
     vocab_dims: dict[Tensor, int] = {}
+    doubtful = []
     for n in sorted(_given_sizes(vocab_size)):
-        dims = {m: int(m.shape[0] != n) for m in possible if n in m.shape}
+        of_size = [m for m in possible if n in m.shape]
+        doubtful += [m for m in of_size if m.is_doubtful]
+        dims = {m: int(m.shape[0] != n) for m in of_size if not m.is_doubtful}
         if not 1 <= len(dims) <= 2:
             raise ValueError(
                 f"vocab_size={n}: matrices that may embed tokens and have this size: "
@@ -485,4 +545,6 @@ def matrices_of_size(
                 "those that embed tokens into a param group with 'coupled': True"
             )
         vocab_dims |= {m.parameter: dim for m, dim in dims.items()}
+    if doubtful:
+        _warn_of(doubtful, "put them into a param group with 'coupled': True")
     return vocab_dims

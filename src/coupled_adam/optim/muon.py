@@ -1,51 +1,71 @@
 """Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
 
-from collections import defaultdict
-from collections.abc import Callable
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
-from coupled_adam.optim.coupled_adam import CoupledAdamW
+from coupled_adam.optim.conversion import State
+from coupled_adam.optim.coupled_adam import CoupledAdamW, Tensors
 from coupled_adam.optim.find_embeddings import Parameters, resolve
-from coupled_adam.optim.param_groups import Embeddings, param_groups
+from coupled_adam.optim.options import Group, check_options
+from coupled_adam.optim.param_groups import (
+    Embeddings,
+    is_vector,
+    named_parameters,
+    param_groups,
+    split,
+)
+from coupled_adam.optim.state import describe
+
+try:
+    from torch.optim._muon import muon
+except ImportError:  # before torch 2.9
+    muon = None  # type: ignore[assignment]
 
 
-class MuonWithCoupledAdam(Optimizer):
+class MuonWithCoupledAdam(CoupledAdamW):
     """``torch.optim.Muon`` for hidden matrices and :class:`CoupledAdamW` for all else, as one.
 
     Muon updates every matrix with two dimensions that is not an embedding, a head, a bias or the
     weight of a norm. :func:`coupled_adam.param_groups` makes the groups of the other parameters.
-    The groups of both are in ``param_groups`` (Muon's first) and their states in ``state``, so
-    there is one state dict, one learning-rate schedule, which keeps the ratios of the rates, and
-    one step for ``GradScaler``.
+    There is one list of groups (Muon's first), one state dict, one learning-rate schedule, which
+    keeps the ratios of the rates, and one step for ``GradScaler``.
 
     With ``adjust_lr_fn="match_rms_adamw"`` (arXiv 2502.16982) Muon's updates are as large as
     AdamW's, so that ``lr`` suits all parameters. With ``"original"`` it suits Muon alone, and
     ``adam_lr`` is required.
 
     Args:
-        model: any module, on which distributed wrappers have not flattened the parameters.
+        params: a model, on which distributed wrappers have not flattened the parameters; or, with
+            ``vocab_size``, parameters, named parameters or param groups. Nothing but ``adamw``
+            then tells a table of positions from a hidden matrix, and all parameters have the weight
+            decay of their groups.
         lr: Muon's learning rate.
-        adam_lr: the learning rate of everything else; by default ``lr``.
+        adam_lr: the learning rate of everything else; by default ``lr``. Where a param group has
+            another one, Muon's is larger or smaller to the same extent.
         embeddings: how the token embeddings are updated, as in
             :func:`coupled_adam.param_groups`; ``lr_factor`` is here relative to ``adam_lr``.
+        vocab_size: as in :class:`CoupledAdamW`.
         weight_decay: the weight decay of matrices other than embeddings.
-        momentum, nesterov, ns_steps: as in :class:`torch.optim.Muon`.
+        momentum, nesterov, ns_coefficients, ns_steps: as in :class:`torch.optim.Muon`.
+        ns_eps: what is ``eps`` in :class:`torch.optim.Muon`.
         adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
             where the latter is the default.
         betas, eps, fused: as in :class:`CoupledAdamW`.
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
             or glob patterns over names.
-        groups: further arguments of :func:`coupled_adam.param_groups`.
+        groups: further arguments of :func:`coupled_adam.param_groups`, for a model.
 
     Raises:
-        AttributeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
+        RuntimeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
         TypeError, ValueError: as in :func:`coupled_adam.param_groups`; if there is no hidden
-            matrix; if ``adam_lr`` is missing; if an option is out of range.
+            matrix; if ``adam_lr`` is missing, or ``vocab_size`` for parameters; if an option is out
+            of range.
 
     Example:
         >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings={"lr_factor": 4})
@@ -54,15 +74,18 @@ class MuonWithCoupledAdam(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        params: ParamsT | nn.Module,
         lr: float = 1e-3,
         *,
         adam_lr: float | None = None,
         embeddings: Embeddings = "coupled",
+        vocab_size: int | Iterable[int] | None = None,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         ns_steps: int = 5,
+        ns_eps: float = 1e-7,
         adjust_lr_fn: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -70,121 +93,162 @@ class MuonWithCoupledAdam(Optimizer):
         adamw: Parameters = (),
         **groups: Any,
     ) -> None:
+        if muon is None:
+            raise RuntimeError(
+                "MuonWithCoupledAdam needs torch 2.9 or later, for torch.optim.Muon, and this is "
+                f"torch {torch.__version__}"
+            )
         if adam_lr is None and adjust_lr_fn != "match_rms_adamw":
             raise ValueError(
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
-        by_adam = param_groups(model, embeddings, **groups)
-        for_adamw = resolve(model, adamw, "adamw")
-        hidden = []
-        for group in by_adam:
-            if "weight_decay" in group:  # embeddings, biases and norms
-                continue
-            named = [*zip(group["param_names"], group["params"])]
-            hidden += [(name, p) for name, p in named if p.dim() == 2 and p not in for_adamw]
-            without_muon = [(name, p) for name, p in named if p.dim() != 2 or p in for_adamw]
-            group["param_names"] = [name for name, _ in without_muon]
-            group["params"] = [p for _, p in without_muon]
-        muon = torch.optim.Muon(
-            hidden,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-        )
-        by_adam[:] = [group for group in by_adam if group["params"]]
-        adam = CoupledAdamW(
-            by_adam,
-            lr=lr if adam_lr is None else adam_lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            fused=fused,
-        )
-        # Schedulers read defaults: OneCycleLR looks for betas in them, and then in every group.
-        super().__init__([*muon.param_groups, *adam.param_groups], {"lr": lr, "betas": betas})
-        self._muon, self._adam = muon, adam
+        check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
+        options: dict[str, Any] = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        _check_newton_schulz(**options)
+        self._adam_lr = lr if adam_lr is None else adam_lr
+        of_adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        of_adam |= {"lr": self._adam_lr, "fused": fused}
+        others: set[Tensor] = set()
+        names: dict[str, Tensor]
+        if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+            made = param_groups(params, embeddings, vocab_size=vocab_size, **groups)
+            # Hidden matrices have the optimizer's weight decay, and all others one of their own.
+            others = {p for group in made if "weight_decay" in group for p in group["params"]}
+            names = dict(params.named_parameters(remove_duplicate=False))
+            super().__init__(made, **of_adam)
+        else:
+            if groups:
+                raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
+            if vocab_size is None:
+                raise ValueError(
+                    "MuonWithCoupledAdam needs the model instead of parameters, or vocab_size= "
+                    "with the number of rows of the embedding matrices, which are not for Muon"
+                )
+            super().__init__(params, embeddings=embeddings, vocab_size=vocab_size, **of_adam)
+            names = dict(pair for group in self.param_groups for pair in named_parameters(group))
+        others |= resolve(names, adamw, "adamw")
 
-    def _share(self) -> None:
-        """Give the two inside the groups and the states of this optimizer.
+        def is_for_muon(name: str, p: Tensor) -> bool:
+            return p.dim() == 2 and not is_vector(name, p) and p not in others
 
-        That is done before each use of them, since anyone may assign ``param_groups`` or ``state``.
-        """
-        self._muon.param_groups = [g for g in self.param_groups if "ns_steps" in g]
-        self._adam.param_groups = [g for g in self.param_groups if "ns_steps" not in g]
-        self._muon.state = self._adam.state = self.state
+        split_groups = []
+        for group in self.param_groups:
+            parts = {False: group} if group["coupled"] else split(group, is_for_muon)
+            if part := parts.get(True):
+                rate = lr if part["lr"] == self._adam_lr else part["lr"] * lr / self._adam_lr
+                # Its constructor checks the options, and knows which there are.
+                (of_muon,) = torch.optim.Muon(
+                    part["params"], rate, part["weight_decay"], eps=ns_eps, **options
+                ).param_groups
+                split_groups.append({**part, **of_muon})
+            if part := parts.get(False):
+                split_groups.append(part)
+        if not any(map(_is_muons, split_groups)):
+            raise ValueError(f"there is no matrix for Muon beside the embeddings and {adamw=}")
+        self.param_groups = split_groups
+        # Schedules of transformers take the rate that is logged, the first group's, for this one.
+        self.defaults["lr"] = lr
+        self._step_supports_amp_scaling = False  # Muon has no fused kernel that unscales
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, complete, and the two inside."""
-        self._adam._pending.finish()
-        return {**super().__getstate__(), "_muon": self._muon, "_adam": self._adam}
+        """The state that pickle and copy use: torch's, complete, and the rate of new groups."""
+        return {**super().__getstate__(), "_adam_lr": self._adam_lr}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group that is updated as by :class:`CoupledAdamW`, not by Muon."""
-        if "_adam" not in self.__dict__:  # called by Optimizer.__init__
+        lr, self.defaults["lr"] = self.defaults["lr"], self._adam_lr
+        try:
             super().add_param_group(param_group)
+        finally:
+            self.defaults["lr"] = lr
+
+    def _init_group(
+        self,
+        group: Group,
+        params_with_grad: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        state_steps: list[Tensor],
+    ) -> bool:
+        if not _is_muons(group):
+            return super()._init_group(
+                group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
+            )
+        for index, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            if p.dim() != 2 or p.is_complex() or p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"Muon cannot update {describe(group, index)}, {p.dtype}: it needs a real "
+                    "matrix with a dense gradient. Name others in adamw="
+                )
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.tensor(0.0, device="cpu")  # which torch's Adam asks for
+                state["momentum_buffer"] = torch.zeros_like(
+                    p.grad, memory_format=torch.preserve_format
+                )
+            params_with_grad.append(p)
+            grads.append(p.grad)
+            exp_avgs.append(state["momentum_buffer"])
+            state_steps.append(state["step"])
+        return False
+
+    def _update_uncoupled(
+        self,
+        group: Group,
+        tensors: Tensors,
+        has_complex: bool,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        if not _is_muons(group):
+            super()._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
             return
-        self._adam.param_groups = self.param_groups  # to which it then appends
-        self._adam.add_param_group(param_group)
+        params, grads, momentum_buffers, _, _, steps = tensors
+        for step in steps:
+            step += 1
+        names = inspect.signature(torch.optim.Muon).parameters.keys() - {"params"}
+        muon(
+            params,
+            grads,
+            momentum_buffers,
+            has_complex=has_complex,
+            **{name: group[name] for name in names},
+        )
 
-    def init_state(self) -> None:
-        """Create the state of every trainable parameter without performing a step.
-
-        As :meth:`CoupledAdam.init_state`, for loading a distributed checkpoint.
-        """
-        self._share()
-        self._adam.init_state()
-        for group in self._muon.param_groups:
-            for p in group["params"]:
-                if p.requires_grad and not self.state[p]:
-                    buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
-                    self.state[p]["momentum_buffer"] = buffer
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step.
-
-        Args:
-            closure: a function that reevaluates the model and returns the loss.
-
-        Returns:
-            The loss that the closure returned, or None without a closure.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._share()
-        self._adam.step()  # first, as it checks everything before it changes anything
-        self._muon.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups, as in torch."""
-        self._adam._pending.finish()
-        saved: dict[str, Any] = super().state_dict()
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class; in the groups of AdamW as :class:`CoupledAdamW` does.
-
-        Raises:
-            ValueError: if the groups are not those of this optimizer, or if a state does not fit
-                its parameter. The optimizer is then unchanged.
-        """
-        self._share()
-        saved = state_dict["param_groups"]
-        if ["ns_steps" in g for g in saved] != ["ns_steps" in g for g in self.param_groups]:
+    def _adapt(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, State]]:
+        theirs, own = ([*map(_is_muons, x)] for x in (saved["param_groups"], self.param_groups))
+        if len(theirs) == len(own) and theirs != own:
             raise ValueError(
                 "the groups of the checkpoint are not Muon's and AdamW's as they are here: was it "
                 "saved by a MuonWithCoupledAdam of the same model?"
             )
-        for inner in (self._adam, self._muon):
-            groups = [g for g in saved if ("ns_steps" in g) == (inner is self._muon)]
-            keys = {key for group in groups for key in group["params"]}
-            state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            inner.load_state_dict({"state": state, "param_groups": groups})
-        self.param_groups = [*self._muon.param_groups, *self._adam.param_groups]
-        self.state = defaultdict(dict, {**self._muon.state, **self._adam.state})
+        state = {  # torch's Muon has no step
+            key: {"step": torch.tensor(0.0), **value} if "momentum_buffer" in value else value
+            for key, value in saved["state"].items()
+        }
+        return super()._adapt({**saved, "state": state})
+
+
+def _is_muons(group: Group) -> bool:
+    return "ns_steps" in group
+
+
+def _check_newton_schulz(
+    ns_coefficients: tuple[float, float, float], ns_steps: int, **_: Any
+) -> None:
+    """Raise ValueError for what torch would refuse in a step, after other groups have changed."""
+    if len(ns_coefficients) != 3:
+        raise ValueError(f"Invalid ns_coefficients: {ns_coefficients!r} (three numbers)")
+    if not 0 < ns_steps < 100:
+        raise ValueError(f"Invalid ns_steps: {ns_steps!r} (an integer from 1 to 99)")

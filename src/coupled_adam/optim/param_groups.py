@@ -1,8 +1,7 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from coupled_adam.optim.find_embeddings import (
     listed,
     matrices_of_size,
     resolve,
-    warn,
 )
+from coupled_adam.optim.options import Group, check_options, complete
+from coupled_adam.optim.warn import warn
 
-Group = dict[str, Any]
 Embeddings = str | Mapping[str, Any]
 
 LEAN: dict[str, Any] = {
@@ -45,9 +44,13 @@ class ParamGroups(list[Group]):
     def __repr__(self) -> str:
         lines = []
         for group in self:
-            options = {key: value for key, value in group.items() if "param" not in key}
-            shown = ", ".join(f"{key}={value}" for key, value in options.items())
-            for name, p in zip(group["param_names"], group["params"]):
+            left_out = ("params", "param_names", "vocab_dim" if not group.get("vocab_dim") else "")
+            shown = ", ".join(
+                f"{key}={value}"
+                for key, value in group.items()
+                if key not in left_out and value is not None
+            )
+            for name, p in named_parameters(group):
                 shape = " x ".join(map(str, p.shape))
                 lines.append(f"{name:<40} {shape:>14}  {shown}")
         return "\n".join(lines)
@@ -120,14 +123,21 @@ def param_groups(
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     options = embedding_options(embeddings)
+    given = {
+        "head_lr": head_lr,
+        "weight_decay": weight_decay,
+        "embedding_weight_decay": embedding_weight_decay,
+    }
+    check_options({name: value for name, value in given.items() if value is not None})
     coupled_decay = options.pop("weight_decay", embedding_weight_decay)
     if "lr_factor" in options:
         options.setdefault("lr", None)  # an error in an optimizer that does not know lr_factor
     coupled, all_embeddings = find_embeddings(
         model, couple=couple, tables=tables, vocab_size=vocab_size
     )
-    if tables is None and not any(m.parameter.requires_grad for m in coupled):
-        frozen = [m for m in all_embeddings if m.sides and not m.parameter.requires_grad]
+    if (tables is None or coupled) and not any(m.parameter.requires_grad for m in coupled):
+        frozen = coupled or [m for m in all_embeddings if m.sides]
+        frozen = [m for m in frozen if not m.parameter.requires_grad]
         why = f"the token embeddings are frozen: {listed(frozen)}"
         if not frozen:
             why = "no token embeddings were found: if there are any, pass vocab_size= or tables="
@@ -138,17 +148,15 @@ def param_groups(
             f"head_lr={head_lr}, but no output embedding of its own was found or named: pass "
             "embeddings= with lr or lr_factor instead"
         )
-    left_out = resolve(model, exclude, "exclude")
+    left_out = resolve(dict(model.named_parameters(remove_duplicate=False)), exclude, "exclude")
     groups: dict[tuple[Any, ...], Group] = {}
     for name, p in model.named_parameters():
         if p in left_out or not p.requires_grad:
             continue
         m = embedding_of.get(p)
-        # weight_norm's magnitudes [V, 1] are vectors.
-        is_vector = p.dim() < 2 or name.split(".")[-1] == "bias" or 1 in p.shape
-        is_hidden = m is None and not is_vector
-        group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
+        is_hidden = m is None and not is_vector(name, p)
         decay = weight_decay if is_hidden else 0.0 if m is None else embedding_weight_decay
+        group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
         if m is not None and m in coupled:
             group |= {**options, "vocab_dim": m.vocab_dim}
             decay = coupled_decay
@@ -166,11 +174,16 @@ def param_groups(
     return ParamGroups(groups[key] for key in sorted(groups))
 
 
+def is_vector(name: str, p: Tensor) -> bool:
+    """Whether a parameter is a bias, the weight of a norm, or weight_norm's magnitudes [V, 1]."""
+    return p.dim() < 2 or name.split(".")[-1] == "bias" or 1 in p.shape
+
+
 def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
     """The options of coupled matrices that a name or a mapping stands for.
 
     Raises:
-        ValueError: if the name or an option is unknown.
+        ValueError: if the name or an option is unknown, or a value is out of range.
     """
     named = _NAMED.get(embeddings) if isinstance(embeddings, str) else embeddings
     if not isinstance(named, Mapping):
@@ -185,64 +198,34 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
             "Matrices to couple are named in tables="
         )
     options = dict(named)
+    check_options(options, " in embeddings=")
+    if options.keys() >= {"lr", "lr_factor"}:
+        raise ValueError(f"embeddings={options}: leave out one of lr and lr_factor")
     if isinstance(options.get("betas"), list):  # as YAML has them
         options["betas"] = tuple(options["betas"])
     return options
 
 
-def begin(group: Group, defaults: Mapping[str, Any]) -> None:
-    """Replace a group's ``lr_factor`` by a rate, and let the group remember the factor.
-
-    Args:
-        group: the group.
-        defaults: options of which ``lr`` is multiplied.
-
-    Raises:
-        ValueError: if the factor is not positive and finite, or if there is a rate as well.
-    """
-    if "lr_factor" not in group:
-        return
-    factor = group["lr_factor"]
-    if group.get("lr") is not None or not 0 < factor < math.inf:
-        raise ValueError(
-            f"Invalid lr_factor: {factor} with lr={group.get('lr')} (a positive number, and no lr)"
-        )
-    del group["lr_factor"]
-    group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
-
-
-def warn_of_lost_factor(groups: list[Group]) -> bool:
-    """Warn if a loop or a scheduler sets one rate for all groups, and return whether it does."""
-    for group in groups:
-        factor, lr = group.get("initial_lr_factor", 1), group["lr"]
-        # The value of a tensor is not asked for, since it may be on an accelerator.
-        if factor == 1 or isinstance(lr, Tensor) or lr == 0:
-            continue
-        others = [other["lr"] for other in groups if not other["coupled"]]
-        if others and all(not isinstance(x, Tensor) and x == lr for x in others):
-            warn(
-                f"the coupled group was built with {factor:g} times the learning rate of the "
-                f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
-                "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
-                "group.get('initial_lr_factor', 1) for group in optimizer.param_groups], and "
-                "cycle_momentum=False"
-            )
-            return True
-    return False
-
-
-def name_parameters(group: Group, others: list[Group]) -> None:
-    """Give a group that is added later names if the others have some, as torch demands."""
+def named_parameters(group: Group) -> list[tuple[str, Tensor]]:
+    """The parameters of a group by their names, or by their numbers if they have none."""
     params = group["params"]
-    if isinstance(params, set) or not others or "param_names" not in others[0]:
-        return
-    group["params"] = params = [params] if isinstance(params, Tensor) else list(params)
-    if not any(isinstance(p, tuple) for p in params):
-        group.setdefault("param_names", [f"parameter {i}" for i in range(len(params))])
+    return [*zip(group.get("param_names", [f"parameter {i}" for i in range(len(params))]), params)]
+
+
+def split(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any, Group]:
+    """A group for each kind of a group's parameters, with otherwise equal options."""
+    parts: dict[Any, Group] = {}
+    for name, p in named_parameters(group):
+        lists: Group = {key: [] for key in ("params", "param_names") if key in group}
+        part = parts.setdefault(kind_of(name, p), {**group, **lists})
+        part["params"].append(p)
+        if "param_names" in group:
+            part["param_names"].append(name)
+    return parts
 
 
 def couple_by_size(
-    groups: list[Group], vocab_size: int | Iterable[int], embeddings: Embeddings
+    groups: list[Group], vocab_size: int | Iterable[int], options: Mapping[str, Any]
 ) -> list[Group]:
     """Move the matrices with V rows or V columns to coupled groups with otherwise equal options.
 
@@ -250,32 +233,23 @@ def couple_by_size(
         groups: an optimizer's param groups.
         vocab_size: the number V of rows of the token embeddings, including padding; several numbers
             for several vocabularies.
-        embeddings: as in :func:`param_groups`; ``lr_factor`` multiplies the learning rate of the
-            group that a matrix comes from.
+        options: what the coupled groups have instead; ``lr_factor`` multiplies the learning rate of
+            the group that a matrix comes from.
 
     Returns:
-        Up to three groups instead of each: first what is left of all of them, then those with
-        matrices [V, H] and [H, V].
+        Up to three groups in the place of each: what is left of it, matrices [V, H], and [H, V].
 
     Raises:
-        ValueError: as :func:`embedding_options` and :func:`matrices_of_size`.
+        ValueError: as :func:`matrices_of_size`.
     """
-    options = embedding_options(embeddings)
-    numbers = [f"parameter {i}" for i in range(max(len(group["params"]) for group in groups))]
-    named = [[*zip(group.get("param_names", numbers), group["params"])] for group in groups]
-    vocab_dims = matrices_of_size(itertools.chain(*named), vocab_size)
-    split = []
-    for dim, (group, members) in itertools.product((None, 0, 1), [*zip(groups, named)]):
-        moved = [(name, p) for name, p in members if vocab_dims.get(p) == dim]
-        if not moved:
-            continue
-        new = {**group, "params": [p for _, p in moved]}
-        if "param_names" in group:
-            new["param_names"] = [name for name, _ in moved]
-        if dim is not None:
-            del new["lr"]
-            new |= {**options, "coupled": True, "vocab_dim": dim}
-            begin(new, group)
-            new.setdefault("lr", group["lr"])
-        split.append(new)
-    return split
+    vocab_dims = matrices_of_size(itertools.chain(*map(named_parameters, groups)), vocab_size)
+    result = []
+    for group in groups:
+        parts = split(group, lambda _, p: vocab_dims.get(p, -1))
+        for dim, part in sorted(parts.items()):
+            if dim >= 0:
+                del part["lr"]
+                part |= {**options, "coupled": True, "vocab_dim": dim}
+                complete(part, group)
+            result.append(part)
+    return result

@@ -4,8 +4,6 @@ A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}`
 """
 
 import math
-import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +15,8 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
-
-Group = dict[str, Any]
+from coupled_adam.optim.options import Group, check_options, has_momentum
+from coupled_adam.optim.warn import warn
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The entries that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
@@ -45,16 +43,7 @@ _CHANGED = (
 
 def check_group(group: Group) -> None:
     """Raise ValueError for options out of range, or parameters that cannot be coupled."""
-    for name, is_valid, what in (
-        ("coupled", lambda x: isinstance(x, bool), "True or False"),
-        ("zero_sum", lambda x: isinstance(x, bool), "True or False"),
-        ("stochastic_rounding", lambda x: isinstance(x, bool), "True or False"),
-        ("second_moment_scale", lambda x: 0.0 < x < math.inf, "must be positive and finite"),
-        ("row_exponent", lambda x: 0.0 <= x <= 1.0, "must be between 0, Coupled Adam, and 1"),
-        ("vocab_dim", lambda x: x in (0, 1), "0 for matrices [V, H], 1 for [H, V]"),
-    ):
-        if not is_valid(group[name]):
-            raise ValueError(f"Invalid {name}: {group[name]!r} ({what})")
+    check_options(group)
     if not group["coupled"]:
         return
     if group["stochastic_rounding"] and group["differentiable"]:
@@ -143,12 +132,6 @@ def layout_of(tensor: Tensor) -> str:
 def is_lean(group: Group) -> bool:
     """Whether a group is coupled and updated by LEAN."""
     return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
-
-
-def has_momentum(group: Group) -> bool:
-    """Whether a coupled matrix has a first moment; a tensor's value is not asked for."""
-    beta1 = group["betas"][0]
-    return isinstance(beta1, Tensor) or beta1 != 0
 
 
 def entries(group: Group) -> dict[str, int | None]:
@@ -273,10 +256,9 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     active = grad.count_nonzero(1 - group["vocab_dim"]).count_nonzero()
     if isinstance(active, FakeTensor) or active == 0 or active > rows / 10:
         return
-    warnings.warn(
+    warn(
         f"in the first step only {active} of the {rows} rows of {describe(group, index)} have a "
         f"gradient. The shared second moment averages over all rows, so these may move "
         f"{math.sqrt(rows / int(active)):.0f} times as far as with Adam. With zero_sum=True or "
-        "row_exponent=0.5 the average leaves out rows that never had a gradient",
-        stacklevel=2,
+        "row_exponent=0.5 the average leaves out rows that never had a gradient"
     )

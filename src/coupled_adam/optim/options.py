@@ -1,0 +1,152 @@
+"""A param group's options: their checks, and what schedules and loops do to them.
+
+A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from coupled_adam.optim.warn import warn
+
+Group = dict[str, Any]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _from_zero(value: Any) -> bool:
+    return _is_number(value) and 0.0 <= value < math.inf
+
+
+def _positive(value: Any) -> bool:
+    return _is_number(value) and 0.0 < value < math.inf
+
+
+def _is_rate(value: Any) -> bool:
+    # The value of a tensor is not asked for, since it may be on an accelerator.
+    return value.numel() == 1 if isinstance(value, Tensor) else _from_zero(value)
+
+
+def _are_betas(value: Any) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in value)
+
+
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_rate, "a number from 0 on"),
+    "head_lr": (_is_rate, "a number from 0 on"),
+    "adam_lr": (_is_rate, "a number from 0 on"),
+    "lr_factor": (_positive, "a positive number, and no lr"),
+    "betas": (_are_betas, "two numbers from 0 on and below 1"),
+    "eps": (_is_rate, "a number from 0 on"),
+    "weight_decay": (_is_rate, "a number from 0 on"),
+    "embedding_weight_decay": (_is_rate, "a number from 0 on"),
+    "coupled": (_is_flag, "True or False"),
+    "zero_sum": (_is_flag, "True or False"),
+    "stochastic_rounding": (_is_flag, "True or False"),
+    "second_moment_scale": (_positive, "must be positive and finite"),
+    "row_exponent": (
+        lambda x: _from_zero(x) and x <= 1,
+        "must be between 0, Coupled Adam, and 1",
+    ),
+    "vocab_dim": (
+        lambda x: _is_number(x) and x in (0, 1),
+        "0 for matrices [V, H], 1 for [H, V]",
+    ),
+}
+
+
+def check_options(options: Mapping[str, Any], where: str = "") -> None:
+    """Raise ValueError for an option that is no number, or out of range.
+
+    Args:
+        options: a group's options, or some of them; those of other optimizers are not checked.
+        where: for the message, where they stand.
+    """
+    for name, (is_valid, meaning) in _VALID.items():
+        if name not in options or is_valid(options[name]):
+            continue
+        value = options[name]
+        values = value if isinstance(value, tuple | list) else [value]
+        if any(isinstance(x, str) for x in values):
+            meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
+        raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
+
+
+def complete(group: Group, defaults: Mapping[str, Any]) -> None:
+    """Give a group the options that it does not have, and let it remember what it began with.
+
+    Instead of ``lr`` it may have ``lr_factor``, a multiple of the default. Schedules set the rates
+    and betas of all groups; :func:`warn_of_lost_factor` and
+    :func:`warn_of_momentum` compare them with what is remembered.
+
+    Raises:
+        ValueError: if an option is out of range, or if there are both a factor and a rate.
+    """
+    if "lr_factor" in group:
+        factor = group["lr_factor"]
+        if group.get("lr") is not None or not _positive(factor):
+            raise ValueError(
+                f"Invalid lr_factor: {factor!r} with lr={group.get('lr')} (a positive number, and "
+                "no lr)"
+            )
+        del group["lr_factor"]
+        group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
+    for name, value in defaults.items():
+        group.setdefault(name, value)
+    check_options(group)
+    remember(group)
+
+
+def remember(group: Group) -> None:
+    """Let a group remember that it has no momentum."""
+    group.pop("initial_beta1", None)
+    if group["coupled"] and not has_momentum(group):
+        group["initial_beta1"] = 0.0
+
+
+def has_momentum(group: Group) -> bool:
+    """Whether a coupled matrix has a first moment; a tensor's value is not asked for."""
+    beta1 = group["betas"][0]
+    return isinstance(beta1, Tensor) or beta1 != 0
+
+
+def warn_of_momentum(groups: list[Group]) -> None:
+    """Warn once of each group that a schedule has given a momentum, and so a matrix of state."""
+    for group in groups:
+        if "initial_beta1" in group and has_momentum(group):
+            del group["initial_beta1"]
+            warn(
+                "the coupled group was built with beta1 = 0, which needs no first moment, but now "
+                f"has betas={group['betas']}, and keeps one of V x H numbers. CyclicLR, OneCycleLR "
+                "and DeepSpeed's OneCycle set betas: pass cycle_momentum=False"
+            )
+
+
+def warn_of_lost_factor(groups: list[Group]) -> bool:
+    """Warn if a loop or a schedule sets one rate for all groups, and return whether it does."""
+    for group in groups:
+        factor, lr = group.get("initial_lr_factor", 1), group["lr"]
+        # The value of a tensor is not asked for, since it may be on an accelerator.
+        if factor == 1 or isinstance(lr, Tensor) or lr == 0:
+            continue
+        others = [other["lr"] for other in groups if not other["coupled"]]
+        if others and all(not isinstance(x, Tensor) and x == lr for x in others):
+            warn(
+                f"the coupled group was built with {factor:g} times the learning rate of the "
+                f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
+                "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
+                "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
+            )
+            return True
+    return False

@@ -1,0 +1,337 @@
+"""Loading: hooks, checkpoints that are damaged, have overflowed, or lack options; warnings."""
+
+import copy
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
+from optim.cases import CASES, optimizer_of
+
+V, H = 20, 7
+
+
+def matrix(seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(V, H, generator=generator).to(dtype))
+
+
+def take_steps(optimizer, seeds, size=1.0):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = (size * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        optimizer.step()
+
+
+def own_groups(optimizer, checkpoint):
+    """The checkpoint's state with the optimizer's groups, as the page of switching says."""
+    return {"state": checkpoint["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+RULES = {name: CASES[name] for name in ("coupled", "coupled, amsgrad", "LEAN", "LEAN, momentum")}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_hook_that_finds_states_by_name(rule, dtype):
+    """Each matrix has its own moments, in their own dtype, as if the order had been the same."""
+    params = {"embed": matrix(0, dtype), "head": matrix(1, dtype)}
+
+    def make(order):
+        groups = [{"params": [(n, params[n]) for n in order], "coupled": True}]
+        return CoupledAdamW(groups, **rule)
+
+    def by_name(optimizer, saved):
+        ids = {n: i for g in saved["param_groups"] for n, i in zip(g["param_names"], g["params"])}
+        names = [n for g in optimizer.param_groups for n in g["param_names"]]
+        group = {**saved["param_groups"][0], "params": [0, 1], "param_names": names}
+        state = {i: saved["state"][ids[n]] for i, n in enumerate(names)}
+        return {"state": state, "param_groups": [group]}
+
+    old, new = make(["embed", "head"]), make(["head", "embed"])
+    params["head"].grad = matrix(2, dtype).detach() * 100
+    params["embed"].grad = matrix(3, dtype).detach()
+    for _ in range(2):
+        old.step()
+    new.register_load_state_dict_pre_hook(by_name)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    for p in params.values():
+        assert new.state[p].keys() == old.state[p].keys()
+        for name, value in old.state[p].items():
+            assert new.state[p][name].dtype == value.dtype
+            assert torch.equal(new.state[p][name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_hook_that_splits_groups(dtype):
+    a, b = matrix(0, dtype), matrix(1, dtype)
+    whole = CoupledAdamW([a, b], coupled=True)
+    take_steps(whole, range(3))
+    parts = CoupledAdamW([{"params": [p], "coupled": True} for p in (a, b)])
+
+    def split(_, saved):
+        (group,) = saved["param_groups"]
+        return {**saved, "param_groups": [{**group, "params": [i]} for i in (0, 1)]}
+
+    parts.register_load_state_dict_pre_hook(split)
+    parts.load_state_dict(whole.state_dict())
+    for p in (a, b):
+        assert parts.state[p]["exp_avg_sq"].dtype == torch.float32
+        assert torch.equal(parts.state[p]["exp_avg_sq"], whole.state[p]["exp_avg_sq"])
+
+
+def test_what_hooks_see_and_change():
+    """Before: the checkpoint as it was saved. After: what is used; and their edits stay."""
+    p, calls = matrix(dtype=torch.bfloat16), []
+    adamw = torch.optim.AdamW([p])
+    take_steps(adamw, range(2))
+    optimizer = CoupledAdamW([p], coupled=True)
+
+    def before(_, saved):
+        calls.append(saved["state"][0]["exp_avg_sq"].shape)
+        saved["state"] = {0: {**saved["state"][0], "exp_avg_sq": torch.ones(V, H)}}
+
+    def after(optimizer):
+        nu = optimizer.state[p]["exp_avg_sq"]
+        calls.append((nu.shape, nu.dtype, nu[0].item()))
+        optimizer.state[p]["exp_avg_sq"] = nu * 4
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+    for _ in range(2):
+        optimizer.load_state_dict(adamw.state_dict())
+    assert calls == [(V, H), ((H,), torch.float32, 1.0)] * 2
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.full((H,), 4.0))
+
+
+def decoder():
+    return nn.ModuleDict({"embed": nn.Embedding(V, H), "hidden": nn.Linear(H, H)})
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_hooks_of_muon():
+    """Each is called once, as it is one optimizer."""
+    m, calls = decoder(), []
+    optimizer = MuonWithCoupledAdam(m)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("saving"))
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append("step"))
+    try:
+        take_steps(optimizer, [0])
+    finally:
+        handle.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["step", "saving", "before", "after"]
+
+
+CONVERSIONS = {
+    "LEAN to Coupled": ("LEAN, momentum", "coupled"),
+    "AdamW to LEAN": (None, "LEAN, momentum"),
+    "AdamW to Coupled": (None, "coupled"),
+    "LEAN to AdamW": ("LEAN, momentum", None),
+    "Coupled to LEAN": ("coupled", "LEAN, momentum"),
+    "Coupled to AdamW": ("coupled", None),
+}
+
+
+def optimizer_for(p, rule):
+    if rule is None:
+        return torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    return optimizer_of([p], **{**CASES[rule], "second_moment_scale": 1.0})
+
+
+@pytest.mark.parametrize(("old", "new"), CONVERSIONS.values(), ids=CONVERSIONS)
+@pytest.mark.parametrize("of", ["element", "row"])
+def test_what_has_overflowed_stays_alone(old, new, of):
+    """One inf in a gradient: all other rows, or columns, of the matrix move afterwards."""
+    p = matrix()
+    before = optimizer_for(p, old)
+    take_steps(before, [0])
+    p.grad = matrix(1).detach()
+    if of == "element":
+        p.grad[3, 2] = math.inf
+    else:
+        p.grad[3] = math.inf
+    if old == "coupled" and of == "row":
+        pytest.skip("Coupled Adam itself stops all columns")
+    before.step()
+    with torch.no_grad():
+        p.nan_to_num_(0.0)
+    after = optimizer_for(p, new)
+    saved = before.state_dict()
+    if old is not None and new is None:
+        saved = to_adam_state_dict(saved)
+    after.load_state_dict(own_groups(after, saved))
+    take_steps(after, [2])
+    start = p.detach().clone()
+    take_steps(after, [3, 4])
+    others = torch.ones(V, H, dtype=torch.bool)
+    others[:, 2], others[3] = old != "coupled", False
+    assert p.isfinite()[others].all()
+    assert (p != start)[others].all()
+
+
+@pytest.mark.parametrize("rule", ["coupled", "LEAN, momentum"])
+def test_means_leave_out_what_has_overflowed(rule):
+    """nu is the mean of the finite second moments, by the formula in float64."""
+    p = matrix()
+    adamw = optimizer_for(p, None)
+    take_steps(adamw, range(2))
+    adamw.state[p]["exp_avg_sq"][3, 2] = math.inf
+    v = adamw.state[p]["exp_avg_sq"].double()
+    optimizer = optimizer_for(p, rule)
+    optimizer.load_state_dict(own_groups(optimizer, adamw.state_dict()))
+    expected = torch.where(v.isinf(), torch.nan, v).nanmean(0)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"].double(), expected)
+
+
+DAMAGED = {
+    "a step in words": ("step", "seven"),
+    "a step below 0": ("step", torch.tensor(-5.0)),
+    "a step that is no number": ("step", torch.tensor(math.nan)),
+    "two steps": ("step", torch.tensor([1.0, 2.0])),
+    "no step": ("step", None),
+    "a list": ("exp_avg", [[0.0] * H] * V),
+    "integers": ("exp_avg_sq", torch.ones(V, H, dtype=torch.int64)),
+    "no second moment": ("exp_avg_sq", None),
+    "another width": ("exp_avg", torch.zeros(V, H + 1)),
+    "another vocabulary": ("exp_avg_sq", torch.zeros(V + 1, H)),
+}
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize(("name", "value"), DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.filterwarnings("ignore:no param group is coupled")
+def test_a_damaged_checkpoint(name, value, coupled):
+    """It is refused whole: not even the undamaged half of it is loaded."""
+    first, p = matrix(1), matrix()
+    optimizer = CoupledAdamW([{"params": [first]}, {"params": [p], "coupled": coupled}])
+    take_steps(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        saved["state"][0][key] = saved["state"][0][key] + 1
+    saved["param_groups"][0]["lr"] = 7.0
+    saved["state"][1][name] = value
+    if value is None:
+        del saved["state"][1][name]
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"cannot load the state of .*\[20, 7\].*{name}"):
+        optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict(), before)
+    take_steps(optimizer, [2])
+
+
+def assert_same(state_dict, other):
+    torch.testing.assert_close(state_dict["state"], other["state"], rtol=0, atol=0)
+    assert state_dict["param_groups"] == other["param_groups"]
+
+
+@pytest.mark.parametrize("wrong", [{"lr": "0.1"}, {"betas": (0.9, 1.0)}, {"row_exponent": 3}])
+def test_a_damaged_group(wrong):
+    optimizer = CoupledAdamW([matrix()], coupled=True)
+    take_steps(optimizer, [0])
+    saved, before = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+    saved["param_groups"][0] |= wrong
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"Invalid {name}"):
+        optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_what_a_checkpoint_does_not_have_keeps_its_value():
+    """Among it the factor of the embeddings' rate, by which loops multiply."""
+    m = decoder()
+    groups = param_groups(m, {"lr": 2e-3, "betas": (0.0, 0.99)})
+    adamw = torch.optim.AdamW([dict(group) for group in groups], lr=1e-3)
+    take_steps(adamw, [0])
+    saved = adamw.state_dict()
+    for group in saved["param_groups"]:
+        group.pop("coupled"), group.pop("vocab_dim", None)
+    optimizer = CoupledAdamW(m, lr=1e-3, embeddings="lean")
+    optimizer.param_groups[-1]["mine"] = "here"
+    kept = {**LEAN, "initial_lr_factor": 2.0, "coupled": True, "vocab_dim": 0, "mine": "here"}
+    del kept["lr_factor"]
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[-1]
+    assert {name: group[name] for name in kept} == kept
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * group.get("initial_lr_factor", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_steps(optimizer, [1])
+
+
+def test_one_warning_for_one_cause():
+    """LEAN's checkpoint in Coupled Adam has other betas and two other options; in two groups."""
+    tables = [matrix(), nn.Parameter(matrix(1).detach().T.contiguous())]
+    groups = [{"params": [p], "coupled": True, "vocab_dim": dim} for dim, p in enumerate(tables)]
+    lean = CoupledAdamW([dict(group, **LEAN) for group in groups])
+    take_steps(lean, [0])
+    coupled = CoupledAdamW([dict(group) for group in groups])
+    with pytest.warns(UserWarning, match="row_exponent=0.75, zero_sum=True, betas=") as caught:
+        coupled.load_state_dict(lean.state_dict())
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_steps(coupled, [1])
+
+
+def warn_of_rows():
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True)
+    p.grad = torch.zeros(V, H)
+    p.grad[0] = 1.0
+    optimizer.step()
+
+
+def warn_of_a_factor():
+    optimizer = CoupledAdamW(decoder(), embeddings="lean")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.step()
+
+
+def warn_of_momentum():
+    optimizer = CoupledAdamW(decoder(), embeddings="lean")
+    optimizer.param_groups[-1]["betas"] = (0.9, 0.99)
+    optimizer.step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [warn_of_rows, warn_of_a_factor, warn_of_momentum, lambda: CoupledAdamW([matrix()])],
+)
+def test_warnings_point_at_the_users_line(cause):
+    """Also where the call goes through torch's wrappers."""
+    with pytest.warns(UserWarning, match="have a gradient|coupled") as caught:
+        cause()
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_the_error_about_other_groups_is_a_recipe():
+    """What it says transfers AdamW's state of one group, and the run goes on."""
+    m = decoder()
+    old = torch.optim.AdamW(m.parameters(), lr=0.1)
+    take_steps(old, range(2))
+    optimizer = CoupledAdamW(m, lr=0.2, embeddings="lean")
+    with pytest.raises(ValueError, match=r"groups of \[3\] parameters, the optimizer of \[") as e:
+        optimizer.load_state_dict(old.state_dict())
+    code = re.search(r"(params = .*\}\))\. See docs/switching.md", str(e.value)).group(1)
+    exec("\n".join(code.split("; ")), {"optimizer": optimizer, "old": old})
+    table = m["embed"].weight
+    torch.testing.assert_close(
+        optimizer.state[table]["row_exp_avg_sq"], old.state[table]["exp_avg_sq"].mean(1)
+    )
+    hidden = m["hidden"].weight
+    assert torch.equal(optimizer.state[hidden]["exp_avg"], old.state[hidden]["exp_avg"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2, 0.4]
+    take_steps(optimizer, [2])

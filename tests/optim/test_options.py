@@ -1,0 +1,197 @@
+"""Options of groups and of embeddings=: refused before anything changes, kept, completed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, MuonWithCoupledAdam, param_groups
+
+V, H = 12, 4
+
+
+def model():
+    return nn.ModuleDict({"embed": nn.Embedding(V, H), "hidden": nn.Linear(H, H)})
+
+
+def step(m, optimizer):
+    for p in m.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+WRONG = [
+    ({"lr": -1.0}, "Invalid lr: -1.0"),
+    ({"lr": float("nan")}, "Invalid lr: nan"),
+    ({"lr": None}, "Invalid lr: None"),
+    ({"lr": "1e-3"}, "Invalid lr: '1e-3'.*not text; YAML takes 1e-8 for text, but 1.0e-8"),
+    ({"betas": (0.9, 1.5)}, r"Invalid betas: \(0.9, 1.5\)"),
+    ({"betas": (1.5, 0.9)}, "Invalid betas"),
+    ({"betas": (0.9, 1.0)}, "Invalid betas"),
+    ({"betas": (0.0, -0.5)}, "Invalid betas"),
+    ({"betas": "ab"}, "Invalid betas: 'ab'"),
+    ({"betas": ("0.9", 0.95)}, "Invalid betas.*not text"),
+    ({"betas": 0.9}, "Invalid betas: 0.9"),
+    ({"eps": -1.0}, "Invalid eps: -1.0"),
+    ({"eps": "1e-8"}, "Invalid eps: '1e-8'.*1.0e-8"),
+    ({"weight_decay": -1e9}, "Invalid weight_decay"),
+    ({"weight_decay": "0"}, "Invalid weight_decay: '0'"),
+    ({"second_moment_scale": 0}, "Invalid second_moment_scale"),
+    ({"second_moment_scale": "1"}, "Invalid second_moment_scale: '1'"),
+    ({"row_exponent": 2}, "Invalid row_exponent: 2"),
+    ({"row_exponent": True}, "Invalid row_exponent: True"),
+    ({"zero_sum": 1}, "Invalid zero_sum: 1"),
+    ({"stochastic_rounding": "no"}, "Invalid stochastic_rounding: 'no'"),
+]
+GIVEN = {
+    "constructor": lambda wrong: CoupledAdamW([nn.Parameter(torch.ones(V, H))], **wrong),
+    "embeddings": lambda wrong: CoupledAdamW(model(), embeddings=wrong),
+    "embeddings of a list": lambda wrong: CoupledAdamW(
+        model().parameters(), vocab_size=V, embeddings=wrong
+    ),
+    "group": lambda wrong: CoupledAdamW(
+        [{"params": [nn.Parameter(torch.ones(V, H))], "coupled": True, **wrong}]
+    ),
+    "group that is not coupled": lambda wrong: CoupledAdamW(
+        [{"params": [nn.Parameter(torch.ones(3))], **wrong}]
+    ),
+    "param_groups": lambda wrong: param_groups(model(), wrong),
+    "Muon": lambda wrong: MuonWithCoupledAdam(model(), embeddings=wrong),
+}
+IN_EMBEDDINGS = ("embeddings", "embeddings of a list", "param_groups", "Muon")
+
+
+@pytest.mark.parametrize("where", GIVEN)
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_wrong_option(where, wrong, message):
+    """Wherever it stands, the error names the option, the value, and what it must be."""
+    with pytest.raises(ValueError, match=message) as raised:
+        GIVEN[where](wrong)
+    assert ("in embeddings=" in str(raised.value)) == (where in IN_EMBEDDINGS)
+
+
+@pytest.mark.parametrize("wrong", [{"head_lr": -1.0}, {"embedding_weight_decay": "0.1"}], ids=str)
+def test_a_wrong_argument_of_param_groups(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"Invalid {name}: "):
+        param_groups(model(), **wrong)
+
+
+@pytest.mark.parametrize("build", [model, lambda: param_groups(model(), "lean")])
+@pytest.mark.parametrize(
+    "option", [{"row_exponent": 0.5}, {"zero_sum": False}, {"zero_sum": True}], ids=str
+)
+def test_what_embeddings_sets_is_no_argument(build, option):
+    """It would have no effect: the error shows the mapping to write."""
+    ((name, value),) = option.items()
+    given = build()
+    embeddings = {"embeddings": "lean"} if isinstance(given, nn.Module) else {}
+    match = rf"{name}={value} has no effect.*embeddings=LEAN \| {{'{name}': {value}}}"
+    with pytest.raises(ValueError, match=match):
+        CoupledAdamW(given, **embeddings, **option)
+    with pytest.raises(ValueError, match=match):
+        CoupledAdamW(model().parameters(), vocab_size=V, embeddings="lean", **option)
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+def test_options_that_embeddings_leaves_open(cls):
+    optimizer = cls(
+        model(), embeddings={"betas": (0.0, 0.9)}, zero_sum=True, second_moment_scale=0.5
+    )
+    group = optimizer.param_groups[-1]
+    assert (group["betas"], group["zero_sum"], group["second_moment_scale"]) == (
+        (0, 0.9),
+        True,
+        0.5,
+    )
+    lean = cls(model(), embeddings="lean", stochastic_rounding=True).param_groups[-1]
+    assert lean["stochastic_rounding"]
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+def test_a_factor_as_an_argument(cls):
+    with pytest.raises(ValueError, match=r"write embeddings=\{'lr_factor': 4\}"):
+        cls(model(), lr_factor=4)
+
+
+def test_a_factor_and_a_rate():
+    with pytest.raises(ValueError, match="leave out one of lr and lr_factor"):
+        param_groups(model(), {"lr": 0.1, "lr_factor": 2})
+
+
+def from_adamw(optimizer):
+    """As if the pickle were one of AdamW."""
+    m = model()
+    adamw = torch.optim.AdamW(m.parameters(), lr=0.1)
+    step(m, adamw)
+    optimizer.__setstate__(adamw.__getstate__())
+    return m
+
+
+def appended(optimizer):
+    m = model()
+    optimizer.param_groups.append({"params": [*m.parameters()]})
+    return m
+
+
+def assigned(optimizer):
+    m = model()
+    optimizer.state.clear()
+    optimizer.param_groups = [
+        {"params": [m["embed"].weight], "coupled": True, "zero_sum": True},
+        {"params": [*m["hidden"].parameters()], "lr": 0.5},
+    ]
+    return m
+
+
+def assigned_with_a_factor(optimizer):
+    m = model()
+    optimizer.state.clear()
+    optimizer.param_groups = [{"params": [m["embed"].weight], "coupled": True, **LEAN}]
+    return m
+
+
+@pytest.mark.parametrize("change", [from_adamw, appended, assigned, assigned_with_a_factor])
+@pytest.mark.parametrize("use", ["step", "init_state", "state_dict", "load"])
+def test_groups_from_elsewhere(change, use):
+    """Options that they do not have are the defaults."""
+    first = model()
+    optimizer = CoupledAdamW(first, lr=0.25, betas=(0.8, 0.9))
+    step(first, optimizer)
+    m = change(optimizer)
+    if use == "init_state":
+        optimizer.init_state()
+    elif use == "load":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif use == "state_dict":
+        optimizer.state_dict()
+    step(m, optimizer)
+    added = [
+        g
+        for g in optimizer.param_groups
+        if any(p is q for p in g["params"] for q in m.parameters())
+    ]
+    for group in added:
+        assert group.keys() >= {"coupled", "row_exponent", "betas", "fused"}
+    lr = {"assigned_with_a_factor": [0.5], "assigned": [0.25, 0.5], "from_adamw": [0.1]}
+    assert [g["lr"] for g in added] == lr.get(change.__name__, [0.25])
+
+
+def test_a_wrong_group_that_is_appended():
+    m = model()
+    optimizer = CoupledAdamW(m)
+    optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": "0.1"})
+    before = copy.deepcopy(m.state_dict())
+    with pytest.raises(ValueError, match=r"Invalid lr: '0\.1'"):
+        step(m, optimizer)
+    for name, value in m.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_printed_without_names():
+    groups = param_groups(model())
+    groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": None, "vocab_dim": 0})
+    assert repr(groups).splitlines()[-1].split() == ["parameter", "0", "3"]
+    assert "None" not in repr(param_groups(model(), "lean"))
+    assert "vocab_dim" not in repr(param_groups(model(), "lean"))

@@ -47,22 +47,23 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
         adamws = [arm for arm in arms if arm.optimizer.iloc[0] == "adamw"]
         baseline = best.get("adamw", adamws[0] if len(adamws) == 1 else None)
     rivals = [arm for arm in arms if arm is not baseline]
+    of_choice = [*([chosen] if chosen else []), *_states(arms)]
     if baseline is None or not rivals:
-        sentences = ["A comparison needs runs with AdamW and with another optimizer."]
-    elif experiment.seed.nunique() == 1:
+        return ["A comparison needs runs with AdamW and with another optimizer.", *of_choice]
+    if experiment.seed.nunique() == 1:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
         losses = [f"{arm.label.iloc[0]} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
-        sentences = [
-            f"Test loss with one seed: {'; '.join(losses)}. One seed cannot tell whether a loss is "
-            f"lower; three can:{command}"
+        return [
+            f"Test loss with one seed: {'; '.join(losses)}.",
+            *of_choice,
+            f"One seed cannot tell whether a loss is lower; three can:{command}",
         ]
-    else:
-        sentences = [_loss(baseline, arm) for arm in rivals]
-        if len(rivals) > 1:
-            sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
-    return [*sentences, *([chosen] if chosen else []), *_states(arms)]
+    sentences = [_loss(baseline, arm) for arm in rivals]
+    if len(rivals) > 1:
+        sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
+    return [*sentences, *of_choice]
 
 
 def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -28,6 +28,13 @@ def test_what_fails_leaves_the_old(tmp_path):
     assert (tmp_path / "file").read_text() == "old"
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, "[a]*?"])
+def test_any_name(name, tmp_path):
+    for content in ("old", "new"):
+        files.write_atomically(tmp_path / name, content)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
+
+
 def test_a_folder_replaces_nothing(tmp_path):
     """And an error after it has its name does not remove it."""
     (tmp_path / "x").mkdir()

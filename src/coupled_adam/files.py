@@ -65,7 +65,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def _becoming(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
     """Make something beside ``path``; it is renamed if the block ends well, otherwise removed."""
-    name = f".{path.name[:180]}-unfinished-"
+    # A file's name has at most 255 bytes.
+    name = f".{os.fsdecode(os.fsencode(path.name)[:180])}-unfinished-"
     # A lock ends with its process: what can be locked has been left by one that was killed.
     for leftover in path.parent.glob(f"{glob.escape(name)}*"):
         with contextlib.suppress(OSError), _locked(leftover):

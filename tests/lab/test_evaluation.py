@@ -298,10 +298,12 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
     monkeypatch.setattr(
         "coupled_adam.lab.evaluation.loading.AutoModelForCausalLM.from_pretrained", from_pretrained
     )
-    config = Mock(return_value=({}, {}))
-    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", config)
+    config = Mock(**{"get_config_dict.return_value": ({}, {})})
+    monkeypatch.setattr("coupled_adam.lab.evaluation.loading.PreTrainedConfig", config)
     assert evaluate_model("some/model", revision="v2")["parameters"] > 0
-    config.assert_called_once_with("some/model", revision="v2", local_files_only=False)
+    config.get_config_dict.assert_called_once_with(
+        "some/model", revision="v2", local_files_only=False
+    )
     ((name, options),) = asked
     assert (name, options["revision"]) == ("some/model", "v2")
     assert options["use_safetensors"]

@@ -226,6 +226,13 @@ def test_arms_time_and_links(tmp_path, recipe):
 
 
 @pytest.mark.pixels
+PICTURES = (
+    "figures/second_moment_fit",
+    *(f"figures/small/{name}" for name in ("loss", "drift", "cloud", "norms")),
+    *(f"figures/small/{name}" for name in ("mean_norm_absolute", "spectrum", "second_moment")),
+)
+
+
 def test_report(comparison):
     """Table, statistics and files of a comparison of two arms."""
     table = printed(report([comparison], comparison / "report"))
@@ -242,10 +249,7 @@ def test_report(comparison):
         "results.json",
         ".files.json",
         ".lock",
-        "overview.png",
-        "figures/second_moment_fit.png",
-        *(f"figures/small/{name}.png" for name in ("spectrum", "second_moment")),
-        "figures/small/mean_norm_absolute.png",
+        *(f"{name}.{form}" for name in ("overview", *PICTURES) for form in ("png", "svg")),
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.rglob("*.png"))
     header, _, standard, coupled, *_ = (out / "table.md").read_text().splitlines()
@@ -356,7 +360,7 @@ def test_what_a_user_adds_to_a_report_stays(comparison, recipe):
     out = comparison / "report"
     make_run(comparison / "more", override(recipe, {"name": "more"}), "adamw", 1, 3.0)
     report([comparison], out)
-    assert (out / "figures" / "more" / "overview.png").exists()
+    assert (out / "figures" / "more" / "loss.svg").exists()
     mine = [out / name for name in ("notes.txt", "mine.png", "figures/mine.png", "a/b/mine.png")]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)

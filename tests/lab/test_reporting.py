@@ -225,7 +225,6 @@ def test_arms_time_and_links(tmp_path, recipe):
     assert link == "../a%20b%3F/small-adamw-seed-1"
 
 
-@pytest.mark.pixels
 PICTURES = (
     "figures/second_moment_fit",
     *(f"figures/small/{name}" for name in ("loss", "drift", "cloud", "norms")),
@@ -233,6 +232,7 @@ PICTURES = (
 )
 
 
+@pytest.mark.pixels
 def test_report(comparison):
     """Table, statistics and files of a comparison of two arms."""
     table = printed(report([comparison], comparison / "report"))

@@ -93,8 +93,8 @@ class ReleaseMetadata(MetadataHookInterface):
 
     ``COUPLED_ADAM_REPOSITORY``, which the release workflow sets, is its address, such as
     https://github.com/owner/coupled-adam. The README's links and pictures then point to the tag of
-    this version there. Without it they stay as they are. A source distribution keeps what it was
-    built with.
+    this version there. Without it they stay as they are. ``COUPLED_ADAM_SITE`` is the address of
+    the site, where the documentation is. A source distribution keeps what it was built with.
     """
 
     def update(self, metadata: dict[str, Any]) -> None:
@@ -105,7 +105,8 @@ class ReleaseMetadata(MetadataHookInterface):
             text = absolute(text, repository, f"v{metadata['version']}")
             metadata["urls"] = {
                 "Homepage": repository,
-                "Documentation": f"{repository}/tree/v{metadata['version']}/docs",
+                "Documentation": os.environ.get("COUPLED_ADAM_SITE")
+                or f"{repository}/tree/v{metadata['version']}/docs",
                 "Changelog": f"{repository}/blob/v{metadata['version']}/CHANGELOG.md",
                 "Issues": f"{repository}/issues",
                 "Paper": "https://arxiv.org/abs/2502.08441",

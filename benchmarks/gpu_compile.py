@@ -1,14 +1,16 @@
-"""Compile the Triton kernels for several GPUs without one, and print registers and spills.
+"""Compile the Triton kernels for several GPUs without one, and print what they need there.
 
     PYTHONPATH=src:tests python benchmarks/gpu_compile.py    # with every Triton: make gpu-compile
 
 Each kernel is compiled as steps of matrices of both dtypes, of several widths and strides launch
-it, with the Triton that Python finds. A row of the table has the most registers of a thread, and
-the most bytes (NVIDIA) or registers (AMD) that it puts aside, over all of them.
+it, with the Triton that Python finds. For each GPU the table has the threads of a program, how many
+blocks of rows it reads at a time, its shared memory in KB, the registers of a thread, and the bytes
+(NVIDIA) or registers (AMD) that a thread spills: the most over what a row stands for.
 """
 
 import argparse
 import contextlib
+import itertools
 import re
 import subprocess
 import tempfile
@@ -30,12 +32,15 @@ from optim.cases import CASES, gradient, laid_out, matrix, optimizer_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SHARED_MEMORY = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+"""KB that a program can have, as Triton asks the GPU."""
 KINDS = ("coupled", "coupled, amsgrad", "LEAN", "LEAN, momentum")
-WIDTHS = (64, 770, 2048, 4096, 8192)
+WIDTHS = (64, 768, 770, 2304, 4096, 8192)
 
 
 class StandIn:
@@ -55,20 +60,30 @@ class StandIn:
         return 0
 
 
+class Launch(NamedTuple):
+    """A kernel, what it was compiled to, and how many blocks of rows it reads at a time."""
+
+    kernel: str
+    binary: Any
+    stages: int
+
+
 @contextlib.contextmanager
-def compiling(target: str) -> Iterator[list[tuple[str, Any]]]:
-    """Launches compile for a GPU, and do nothing more: the name and the binary of each."""
-    launches: list[tuple[str, Any]] = []
+def compiling(target: str) -> Iterator[list[Launch]]:
+    """Launches compile for a GPU, and do nothing more."""
+    launches: list[Launch] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launches.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+        binary = run(self, *args, grid=grid, warmup=True, **options)
+        launches.append(Launch(self.fn.__name__, binary, options.get("STAGES", 0)))
 
     active = "_active" if hasattr(driver, "_active") else "active"  # of older Tritons
     with (
         patch.object(driver, active, StandIn(target)),
         patch.object(torch.version, "hip", "6.0" if target.startswith("gfx") else None),
         patch.object(JITFunction, "run", compile_only),
+        patch.object(kernel, "_device", lambda _: (128, 1024 * SHARED_MEMORY[target])),
         patch.object(kernels, "choose", lambda _: kernel),
         patch.object(update, "choose", lambda _: kernel),
     ):
@@ -89,14 +104,18 @@ def take_steps(name: str, columns: int, dtype: torch.dtype, layout: str) -> None
 
 
 class Usage(NamedTuple):
-    """What a thread of a kernel uses."""
+    """What a program and its threads need."""
 
-    registers: int
-    spilled: int
+    threads: int = 0
+    stages: int = 0
+    shared_memory: int = 0
+    registers: int = 0
+    spilled: int = 0
 
 
-def usage(binary: Any) -> Usage:
+def usage(launch: Launch) -> Usage:
     """Read it from AMD's assembly, or from NVIDIA's binary."""
+    binary = launch.binary
     if "amdgcn" in binary.asm:
         text, names = binary.asm["amdgcn"], (r"\.vgpr_count", r"\.[sv]gpr_spill_count")
     else:
@@ -107,7 +126,33 @@ def usage(binary: Any) -> Usage:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
         text, names = done.stdout, ("REG", "(?:STACK|LOCAL)")
     registers, spilled = (map(int, re.findall(rf"{name}: *(\d+)", text)) for name in names)
-    return Usage(max(registers), sum(spilled))
+    threads = binary.metadata.num_warps * binary.metadata.target.warp_size
+    return Usage(threads, launch.stages, binary.metadata.shared, max(registers), sum(spilled))
+
+
+def used_by(target: str, options: argparse.Namespace) -> dict[str, Usage]:
+    """What the kernels need on a GPU; of LEAN's pass by kind, width and layout."""
+    used: dict[str, Usage] = {}
+    cases = [
+        (name, columns, dtype, layout)
+        for name, columns, dtype, layout in itertools.product(
+            options.kinds, options.widths, (torch.float32, torch.bfloat16), ("rows", "transposed")
+        )
+        # LEAN is not given wider ones; and its strided ones are all alike.
+        if layout == "rows" or "LEAN" not in name or columns in (64, 770)
+    ]
+    for name, columns, dtype, layout in cases:
+        with compiling(target) as launches:
+            take_steps(name, columns, dtype, layout)
+        assert launches
+        for launch in launches:
+            row = launch.kernel
+            if row == "_lean":
+                row += f"  {name}  {columns:,}" + " transposed" * (layout != "rows")
+            needs = usage(launch)
+            assert needs.shared_memory <= 1024 * SHARED_MEMORY[target], (row, target, needs)
+            used[row] = Usage(*map(max, zip(needs, used.get(row, Usage()))))
+    return used
 
 
 def main() -> None:
@@ -117,35 +162,20 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
-    parser.add_argument("--all", action="store_true", help="a row for each width and layout")
     options = parser.parse_args()
-    print(f"Triton {triton.__version__}: registers of a thread, and what it spills\n")
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for target in options.targets:
-        found: dict[tuple[str, ...], Usage] = {}
-        with compiling(target) as launches:
-            for name in options.kinds:
-                for columns in options.widths:
-                    for dtype in (torch.float32, torch.bfloat16):
-                        for layout in ("rows", "transposed"):
-                            if layout == "transposed" and "LEAN" in name and columns > 2048:
-                                continue  # which it is not given
-                            launches.clear()
-                            take_steps(name, columns, dtype, layout)
-                            assert launches
-                            for function, binary in launches:
-                                key: tuple[str, ...] = (function, name)
-                                if options.all:
-                                    short = str(dtype).removeprefix("torch.")
-                                    key += (str(columns), short, layout)
-                                used = usage(binary)
-                                before = found.get(key, Usage(0, 0))
-                                found[key] = Usage(*map(max, zip(used, before)))
-        for key, used in found.items():
-            rows.setdefault(key, []).append(f"{used.registers:>7} {used.spilled or '':>4}")
-    print(f"{'':52}" + "".join(f"{target:>13}" for target in options.targets))
-    for key, cells in rows.items():
-        print(f"{'  '.join(key):52}" + "".join(f"{cell:>13}" for cell in cells))
+    print(
+        f"Triton {triton.__version__}: threads, stages, KB of shared memory, registers, spilled\n"
+    )
+    by_target = [used_by(target, options) for target in options.targets]
+    print(f"{'':36}" + "".join(f"{target:>24}" for target in options.targets))
+    for row in by_target[0]:
+        cells = []
+        for threads, stages, shared, registers, spilled in (used[row] for used in by_target):
+            cell = (
+                f"{threads} {stages or '-'} {shared / 1024:>4.0f} {registers:>4} {spilled or '':>4}"
+            )
+            cells.append(f"{cell:>24}")
+        print(f"{row:36}" + "".join(cells))
 
 
 if __name__ == "__main__":

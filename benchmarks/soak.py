@@ -40,7 +40,7 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
         [
             sys.executable,
             "-m",
-            "coupled_adam.cli",
+            "coupled_adam",
             *command,
             *options,
             "--training.evaluate_every=10",

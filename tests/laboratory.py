@@ -38,7 +38,7 @@ class Laboratory:
 
     def command(self, out, *more, fault=None):
         """The training of a run; with a fault that tests/faulty.py builds in."""
-        program = ["-m", "coupled_adam.cli"] if fault is None else [FAULTY, *fault.split()]
+        program = ["-m", "coupled_adam"] if fault is None else [FAULTY, *fault.split()]
         train = [*program, "train", "--out", self.folder / out, *self.common, *more]
         return [sys.executable, *map(str, train)]
 

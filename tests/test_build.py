@@ -2,6 +2,7 @@
 
 import email
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from coupled_adam import __version__, embeddings
 ROOT = Path(__file__).parents[1]
 LIBRARY = "coupled_adam/optim/kernels/libcoupled_adam.so"
 REPOSITORY = "https://git.example/owner/coupled-adam"
+SITE = "https://owner.git.example/coupled-adam/"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def hooks():
 def build(target, source, out, check=True, **environment):
     """The process of ``hatchling build``, and what it has put into the folder ``out``."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", out]
-    names = ("COUPLED_ADAM_NATIVE", "COUPLED_ADAM_REPOSITORY")
+    names = ("COUPLED_ADAM_NATIVE", "COUPLED_ADAM_REPOSITORY", "COUPLED_ADAM_SITE")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     result = subprocess.run(
         command,
@@ -50,7 +52,8 @@ def build(target, source, out, check=True, **environment):
 def source(tmp_path_factory):
     """The source distribution, unpacked, as a release makes it."""
     folder = tmp_path_factory.mktemp("sdist")
-    _, (archive,) = build("sdist", ROOT, folder, COUPLED_ADAM_REPOSITORY=REPOSITORY)
+    addresses = {"COUPLED_ADAM_REPOSITORY": REPOSITORY, "COUPLED_ADAM_SITE": SITE}
+    _, (archive,) = build("sdist", ROOT, folder, **addresses)
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     return folder / archive.name.removesuffix(".tar.gz")
@@ -93,7 +96,8 @@ def test_wheel(environment, holds, source, tmp_path):
     assert all(name.startswith("coupled_adam") for name in names)
     if (ROOT / "PKG-INFO").exists():
         return  # a source distribution keeps the addresses that it was built with
-    assert f"Issues, {REPOSITORY}/issues" in metadata.get_all("Project-URL")
+    urls = metadata.get_all("Project-URL")
+    assert {f"Issues, {REPOSITORY}/issues", f"Documentation, {SITE}"} <= {*urls}
     assert f"]({REPOSITORY}/blob/v{__version__}/docs/optimizer.md)" in metadata.get_payload()
 
 
@@ -169,6 +173,17 @@ def test_pages():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in ROOT.glob("docs/*.md"):
         assert re.search(rf" {page.name}$", navigation, flags=re.MULTILINE), page.name
+
+
+def test_arguments_that_are_named_together():
+    """On the site each has a row, with its own type and default."""
+    griffe = pytest.importorskip("griffe")  # of the extra [docs]
+    extensions = griffe.load_extensions(ROOT / "docs" / "arguments.py")
+    package = griffe.load("coupled_adam", search_paths=[ROOT / "src"], extensions=extensions)
+    optimizer = package["optim.coupled_adam.CoupledAdamW"]
+    (section,) = (s for s in optimizer.docstring.parse("google") if s.kind.value == "parameters")
+    names = [argument.name for argument in section.value]
+    assert names == [*inspect.signature(coupled_adam.CoupledAdamW).parameters]
 
 
 @pytest.mark.parametrize("module", [coupled_adam, embeddings])

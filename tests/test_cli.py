@@ -33,7 +33,7 @@ from processes import Process
 
 def run(*arguments, start=Process, **options):
     """The command's exit code, standard output and standard error."""
-    command = [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "coupled_adam", *map(str, arguments)]
     process = start(command, env={**os.environ, "COLUMNS": "120"}, **options)
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

@@ -72,7 +72,7 @@ def commands(block):
 
 def of_ours(command):
     """The arguments of ``coupled-adam`` in a command line, also behind torchrun; or None."""
-    for program in ("coupled-adam", "coupled_adam.cli"):
+    for program in ("coupled-adam", "coupled_adam"):
         if program in command:
             return command[command.index(program) + 1 :]
     return None

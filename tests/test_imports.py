@@ -28,6 +28,7 @@ ROOMS = [
     "lab.reporting",
     "lab.comparison",
     "cli",
+    "__main__",
     "optax",
     "integrations",
 ]
@@ -107,6 +108,35 @@ assert loaded == {needed!r}, loaded
     )
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "analyze and repair need the extra [analyze]"),
+        (["analyze", "matrix.npy"], 2, "pip install '.[analyze]'"),
+        (["repair", "--help"], 2, "pip install '.[analyze]'"),
+        (["compare"], 2, "pip install '.[lab]'"),
+        (["recipes"], 2, "pip install '.[lab]'"),
+    ],
+)
+def test_without_extras_a_command_names_its_own(arguments, code, said):
+    """Where nothing is installed but the package, whose command is there all the same."""
+    script = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition(".")[0]
+        if package not in sys.stdlib_module_names | {"coupled_adam"}:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from coupled_adam.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert said in result.stdout + result.stderr
 
 
 def test_analyze_needs_none_of_the_laboratory_s_packages(tmp_path):

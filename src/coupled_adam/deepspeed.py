@@ -38,6 +38,8 @@ def couple(engine: Any) -> None:
             f"the engine's optimizer is a {type(inner).__name__}: pass a CoupledAdamW to "
             "deepspeed.initialize(optimizer=...)"
         )
+    # Of what is read below, only the stage is public: another DeepSpeed may lack the attributes
+    # here, or count the offsets in _hp_mapping in another way, which _shards checks.
     stage = engine.zero_optimization_stage()
     partitions = getattr(outer, "single_partition_of_fp32_groups", None)
     if stage == 0 and partitions is None:
@@ -74,7 +76,6 @@ def _shards(params: list[Any], partition: torch.Tensor, process_group: Any) -> l
             continue
         whole, piece = mapping.lp_fragment_address, mapping.hp_fragment_address
         shard = FlatShard(tuple(p.shape), whole.start, process_group, piece.start, piece.numel)
-        # Compared by content, since the offsets are private to DeepSpeed and may change.
         expected = p.detach().flatten()[whole.start : whole.start + piece.numel]
         if not torch.equal(shard.of(partition).to(p.dtype), expected):
             raise ValueError(

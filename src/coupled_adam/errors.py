@@ -20,6 +20,11 @@ def refused(
         raise UsageError(f"{prefix}{error}") from None
 
 
+def install(extra: str) -> str:
+    """How to install one of this package's extras, which is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a clone of coupled-adam"
+
+
 class TrainingError(Exception):
     """Raised if a run cannot continue; the message names the step and says what is kept."""
 

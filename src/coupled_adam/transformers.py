@@ -6,16 +6,20 @@ The callback that logs the measures of the embeddings is
 
 import ast
 import contextlib
+import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.param_groups import param_groups
+from coupled_adam.optim.param_groups import embedding_options, param_groups
 
-# Arguments of param_groups; weight_decay is the optimizer's.
-_OF_GROUPS = {"embeddings", "head_lr", "embedding_weight_decay", "couple", "tables", "vocab_size"}
+_OF_GROUPS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
+"""The options that go to param_groups; the weight decay is the optimizer's."""
+_OPTIONS = _OF_GROUPS | {*inspect.signature(CoupledAdamW).parameters} - {"params"}
 
 
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
@@ -24,13 +28,19 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`.
 
     Raises:
-        ValueError: if the trainer has an optimizer already.
+        TypeError: if an option, here or in the trainer's ``optim_args``, is unknown.
+        ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
+            ``embeddings`` is unknown, or an option of the optimizer is out of range.
     """
     if trainer.optimizer is not None:
         raise ValueError(
             "the trainer has an optimizer already: call use_coupled_adam before train(), and leave "
             "out optimizers="
         )
+    # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
+    given = _options_of(trainer.args, options)
+    nothing = [nn.Parameter(torch.zeros(1, 1))]
+    CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _OF_GROUPS})
     factory: Any = CoupledAdamWFactory  # which Trainer takes, though it asks for an optimizer
     trainer.optimizer_cls_and_kwargs = (factory, {"args": trainer.args, **options})
 
@@ -61,23 +71,36 @@ class CoupledAdamWFactory:
             TypeError: if there is neither ``args`` nor ``lr``, or if an option is unknown.
             ValueError: as the two raise it, or if ``optim_args`` is no list of options.
         """
-        if args is not None:
-            options = {
-                "lr": args.learning_rate,
-                "betas": (args.adam_beta1, args.adam_beta2),
-                "eps": args.adam_epsilon,
-                "weight_decay": args.weight_decay,
-                "fused": True if args.optim == "adamw_torch_fused" else None,
-                **_options_in(args.optim_args or ""),
-                **options,
-            }
-        elif "lr" not in options:
+        if args is None and "lr" not in options:
             raise TypeError(
                 "the trainer does not tell an optimizer factory its learning rate: write "
                 "use_coupled_adam(trainer), or give {'args': training_arguments} or 'lr'"
             )
+        options = _options_of(args, options)
         of_groups = {name: options.pop(name) for name in _OF_GROUPS if name in options}
         return CoupledAdamW(param_groups(model, **of_groups), **options)
+
+
+def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict[str, Any]:
+    """All options, those of the trainer first; TypeError or ValueError if one is unknown."""
+    if args is not None:
+        options = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+            "fused": True if args.optim == "adamw_torch_fused" else None,
+            **_options_in(args.optim_args or ""),
+            **options,
+        }
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(
+                f"{name}={options[name]!r} is no option of CoupledAdamW or param_groups: "
+                f"{did_you_mean(name, sorted(_OPTIONS))}"
+            )
+    embedding_options(options.get("embeddings", "coupled"))
+    return options
 
 
 def _options_in(text: str) -> dict[str, Any]:

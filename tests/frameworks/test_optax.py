@@ -8,13 +8,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from oracle import CoupledAdamOracle
-
-from processes import run_on_ranks
-from test_examples import run
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -197,6 +195,44 @@ def test_zero_sum_under_a_schedule():
         close(moments(state).mean_update, truth.d)
 
 
+def test_muon():
+    """Beside Muon, as on the page: both update their parameters as each does alone."""
+    params = model()
+    grads = [jax.tree.map(lambda p, t=t: np.sin((t + 2) * np.asarray(p)), params) for t in range(9)]
+    coupled = coupled_adamw(1e-2, b2=0.95, weight_decay=0.0, labels=labels, **LEAN)
+    muon = optax.contrib.muon(2e-2)
+    of_muon = {"wte": "rest", "mlp": {"kernel": "muon", "bias": "rest"}, "head": "rest"}
+    together = optax.partition({"muon": muon, "rest": coupled}, of_muon)
+    actual, state = train(together, params, grads)
+    alone, _ = train(coupled, params, grads)
+    kernel, _ = train(muon, params["mlp"]["kernel"], [g["mlp"]["kernel"] for g in grads])
+    close(actual["mlp"]["kernel"], kernel)
+    alone["mlp"]["kernel"] = actual["mlp"]["kernel"]
+    jax.tree.map(close, actual, alone)
+    # A field of the state by its name, of which each label has its own.
+    for label, name, length in (("coupled", "wte", V), ("coupled_columns", "head", V)):
+        of_label = optax.tree_utils.tree_get(state, label)
+        (row,) = jax.tree.leaves(optax.tree_utils.tree_get(of_label, "nu_row")[name])
+        assert row.shape == (length,)
+
+
+def test_memory():
+    """The table of the page, without the memory."""
+
+    def size(tx, shape=(262144, 2560)):
+        state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(shape, jnp.float32))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+    page = (Path(__file__).parents[2] / "docs" / "jax.md").read_text(encoding="utf-8")
+    sizes = {
+        "`optax.adamw` | 2 V x H": f"{size(optax.adamw(1.0)) / 1e9:.1f} GB",
+        "`coupled_adamw` | V x H + H": f"{size(optimizer()) / 1e9:.1f} GB",
+        "with `LEAN`'s options | V + 2H": f"{size(optimizer(**LEAN)) / 1e6:.1f} MB",
+    }
+    for row, shown in sizes.items():
+        assert f"| {row} | {shown} |" in page
+
+
 def test_half_precision():
     """The second moments are float32, the first moment and the updates are as the parameters."""
     params = jnp.asarray(matrix(), dtype=jnp.bfloat16)
@@ -295,15 +331,19 @@ CASES = {
 }
 
 
-def test_eight_devices(monkeypatch, frameworks_in_processes):
+def test_eight_devices(monkeypatch):
     """Rows, columns or both split: equal to the oracle, with an all-reduce of [H] for the rows."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     monkeypatch.setenv("JAX_ENABLE_X64", "true")
-    run_on_ranks(1, __file__, CASES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    subprocess.run([sys.executable, __file__], check=True)
 
 
 def test_equinox(frameworks_in_processes):
     pytest.importorskip("equinox")
+    pytest.importorskip("torch")
+    from test_examples import run
+
     _, coupled_loss, coupled = run("jax_equinox.py", "--steps", 60)
     _, adamw_loss, adamw = run("jax_equinox.py", "--steps", 60, "--optimizer", "adamw")
     assert coupled < 0.1 < 0.5 < adamw
@@ -314,5 +354,5 @@ if __name__ == "__main__":
     assert os.environ["JAX_ENABLE_X64"]
     assert jax.device_count() == 8
     for name, case in CASES.items():
+        print(name, flush=True)
         case()
-        print(f"<{name}: passed>", flush=True)

@@ -98,12 +98,42 @@ def test_options_in_text(tmp_path):
     }
     assert {(g["maximize"], g["second_moment_scale"]) for g in groups} == {(True, 0.5)}
     assert [g["row_exponent"] for g in groups if g["coupled"]] == [LEAN["row_exponent"]]
-    with pytest.raises(TypeError, match="'row_exponnet'"):
+    with pytest.raises(TypeError, match=r"row_exponnet=0.5 is no option.*mean row_exponent"):
         CoupledAdamWFactory()(gpt2(), arguments(tmp_path, optim_args="row_exponnet=0.5"))
     with pytest.raises(ValueError, match=r"optim_args='lean' must be"):
         CoupledAdamWFactory()(gpt2(), arguments(tmp_path, optim_args="lean"))
     with pytest.raises(TypeError, match=r"\{'args': training_arguments\}"):
         CoupledAdamWFactory()(gpt2())
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error", "message"),
+    [
+        ("", {"embedding": "lean"}, TypeError, "embedding='lean' is no option.*mean embeddings"),
+        ("", {"embeddings": "laen"}, ValueError, "Invalid embeddings value: 'laen'"),
+        ("embeddings=laen", {}, ValueError, "Invalid embeddings value: 'laen'"),
+        ("", {"model": None}, TypeError, "model=None is no option"),
+        ("", {"lr_factor": 2}, ValueError, "lr_factor=2 is an option of the embeddings"),
+        ("eps=-1", {}, ValueError, "Invalid epsilon value: -1|eps"),
+    ],
+)
+def test_what_is_mistyped_is_refused_at_once(text, options, error, message, tmp_path):
+    """And not when training begins: the trainer is as it was."""
+    trainer = Trainer(gpt2(), arguments(tmp_path, optim_args=text), train_dataset=Texts())
+    with pytest.raises(error, match=message):
+        use_coupled_adam(trainer, **options)
+    assert trainer.optimizer_cls_and_kwargs is None
+
+
+def test_optim_args_need_the_line(tmp_path):
+    """As the page says: without the line the trainer's optimizer is torch's."""
+    args = arguments(tmp_path, optim_args="embeddings=lean")
+    trainer = Trainer(gpt2(), args, train_dataset=Texts())
+    assert type(trainer.create_optimizer()) is torch.optim.AdamW
+    trainer = Trainer(gpt2(), args, train_dataset=Texts())
+    use_coupled_adam(trainer)
+    groups = trainer.create_optimizer().param_groups
+    assert [g["row_exponent"] for g in groups if g["coupled"]] == [LEAN["row_exponent"]]
 
 
 def test_trainer_resumes(tmp_path):

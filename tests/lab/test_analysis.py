@@ -45,7 +45,7 @@ def as_json(capsys, *arguments):
 def test_json_is_all_there_is_on_standard_output(gpt2):
     """From a process of its own: no library, no bar and no log writes between."""
     result = subprocess.run(
-        [sys.executable, "-m", "coupled_adam.cli", "analyze", str(gpt2), "--json"],
+        [sys.executable, "-m", "coupled_adam", "analyze", str(gpt2), "--json"],
         capture_output=True,
         text=True,
         check=True,

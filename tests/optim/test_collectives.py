@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdamW
+from coupled_adam.optim import state, update
 from optim.cases import CASES
 
 RANKS, V, H, MATRICES = 1024, 50_000, 16, 3
@@ -112,6 +113,26 @@ def test_no_gradient_is_kept_until_the_next_step(mesh):
     optimizer.zero_grad()
     gc.collect()
     assert [grad() for grad in grads] == [None] * MATRICES
+
+
+def test_a_captured_step_is_whole(mesh, monkeypatch):
+    """Nothing is under way when it ends; and one that begins so is refused, with the way out."""
+    sums = MATRICES * (2 * H + 1)
+    monkeypatch.setattr(state, "_get_capturable_supported_devices", lambda: ["cpu"])
+    _, steps = counted(mesh, Shard(0), capturable=True, **CASES["LEAN"])
+    assert steps == 3 * [[("all_reduce", sums), ("wait", sums)]]
+    optimizer, _ = counted(mesh, Shard(0), steps=1, **CASES["LEAN"])
+    p = optimizer.param_groups[0]["params"][0]
+    before = p.to_local().clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "_is_capturing", lambda x: True)
+        with pytest.raises(RuntimeError, match=r"call state_dict\(\) before the capture"):
+            optimizer.step()
+    assert torch.equal(p.to_local(), before)
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "_is_capturing", lambda x: True)
+        optimizer.step()
 
 
 def test_coupled_adam_waits_for_one(mesh):

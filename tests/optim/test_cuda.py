@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 from the start: test_triton.py does that.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from coupled_adam.optim import coupled_adam, update
+from coupled_adam.optim.matrix import Scalars, Sums
+from coupled_adam.optim.sharded import full_tensor
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
 from optim.every_kernel import EveryKernel, assert_same_bits, lean_and_coupled, stored
 
@@ -85,7 +88,7 @@ class TestTriton(EveryKernel):
 
     @pytest.mark.parametrize("name", ["coupled", "coupled, amsgrad", "LEAN", "LEAN, momentum"])
     def test_parts_of_a_matrix(self, name, tmp_path, monkeypatch):
-        """The sums of a DTensor are added up before ranks exchange them."""
+        """The sums of a DTensor are added up before ranks exchange them, or nothing changes."""
         from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
         store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -104,11 +107,40 @@ class TestTriton(EveryKernel):
                     if placement is not None:
                         p.grad = distribute_tensor(p.grad, mesh, [placement])
                     optimizer.step()
+                optimizer.state_dict()  # with the sums that are under way
+                before = stored(optimizer, p)
+                self.scale(optimizer, 1.0, found_inf=1.0)
+                p.grad = torch.full_like(p, torch.inf)
+                optimizer.step()
+                optimizer.state_dict()
+                for key, x in stored(optimizer, p).items():
+                    assert torch.equal(full_tensor(x), full_tensor(before[key])), key
                 results.append(p.detach() if placement is None else p.detach().full_tensor())
             for again in results[1:]:
                 torch.testing.assert_close(again, results[0], rtol=1e-6, atol=1e-7)
         finally:
             dist.destroy_process_group()
+
+    @pytest.mark.parametrize("is_cut", [False, True], ids=["rows", "columns"])
+    def test_a_part_of_a_matrix_that_is_skipped(self, is_cut, kernel, monkeypatch):
+        """Its sums are zeros, whatever was in the memory: other ranks add them to theirs."""
+
+        def nothing_written(like, *shape):
+            return torch.full(shape, torch.nan, dtype=torch.float32, device=like.device)
+
+        monkeypatch.setattr(kernel, "_empty", nothing_written)
+        p = self.parameter((40, 19))
+        optimizer = optimizer_of([p], **CASES["LEAN"])
+        p.grad = self.gradient((40, 19))
+        optimizer.step()
+        before = stored(optimizer, p)
+        (whole,), _ = optimizer._collect()
+        part = replace(whole, row_ranks=("others",), column_ranks=("others",) * is_cut)
+        sums = Sums(weights=torch.ones(40, device=DEVICE)) if is_cut else None
+        skip = torch.ones(1, device=DEVICE)
+        total = kernel.apply(part, sums, Scalars(t=2.0, skip=skip))
+        assert total.tolist() == [0.0] * (2 * 19 + 1)
+        assert_same_bits(stored(optimizer, p), before)
 
 
 def in_a_tensor(value, no_host_reads):

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+from benchmarks.memory import peak
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, kernels
 from coupled_adam.optim import reference
@@ -53,6 +55,46 @@ class TestBlocks(EveryKernel):
             share = 0.01 if options else 0.05
             nu = optimizer.state[p]["exp_avg_sq"].double()
             torch.testing.assert_close(nu, share * square.mean(1), rtol=2e-6, atol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views, and the bytes of the largest result."""
+
+    count = largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(result, torch.Tensor):
+            self.count, self.largest = self.count + 1, max(self.largest, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(("shape", "most"), [((50304, 768), 85), ((128256, 4096), 265)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
+def test_blocks_are_few_on_a_device(name, dtype, shape, most):
+    """Each operation is a launch there; none has a result larger than a block of 256 MB."""
+    p = nn.Parameter(torch.empty(shape, device="meta", dtype=dtype))
+    p.grad = torch.empty_like(p)
+    optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.1})
+    optimizer.step()
+    with Operations() as operations:
+        optimizer.step()
+    assert operations.count <= most
+    assert operations.largest <= 2**28
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
+def test_memory_of_blocks(name, dtype, monkeypatch):
+    """Beside the state a step takes one block; of a matrix in half precision, torch copies more."""
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 2**20)
+    p = nn.Parameter(matrix((4096, 512), 0, dtype))
+    optimizer = optimizer_of([p], **CASES[name], fused=False)
+    p.grad = gradient((4096, 512), 1, dtype)
+    optimizer.step()
+    block = torch.get_num_threads() * 2**20
+    assert peak(optimizer.step) <= (1.1 if dtype == torch.float32 else 3.2) * block
 
 
 def instruction_sets():

@@ -73,8 +73,8 @@ def test_one_binary_for_all_steps():
                 for p in ps:
                     p.grad = gradient((64, 768), t, torch.bfloat16)
                 optimizer.step()
-    for name in {name for name, _ in launches}:
-        assert len({id(binary) for other, binary in launches if other == name}) == 1, name
+    for name in {launch.kernel for launch in launches}:
+        assert len({id(x.binary) for x in launches if x.kernel == name}) == 1, name
 
 
 @pytest.mark.parametrize("has_state", [False, True])

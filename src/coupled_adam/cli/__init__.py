@@ -26,6 +26,7 @@ from coupled_adam.errors import (
     TrainingError,
     UsageError,
     did_you_mean,
+    install,
     one_line,
 )
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()
         return _READER_GONE
     except Exception as error:
-        code, message = _explained(error, resume)
+        code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
         # Of several processes each says what went wrong in it, and the first what all of them know.
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _explained(error: Exception, resume: str) -> tuple[int, str]:
+def _explained(error: Exception, command: str, resume: str) -> tuple[int, str]:
     """The exit code and the message of an error; 0 and nothing if it is a bug."""
     match error:
         case UsageError():
@@ -113,8 +114,8 @@ def _explained(error: Exception, resume: str) -> tuple[int, str]:
         case TrainingError():
             return 1, one_line(error)
         case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
-            reason = error.msg.partition(":")[0]
-            return 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'"
+            extra = "analyze" if command in ("analyze", "repair") else "lab"
+            return 2, f"{error.msg.partition(':')[0]}; install it with: {install(extra)}"
         case OSError() if error.errno is not None:
             path = error.filename2 or error.filename  # where something was to be renamed to
             where = "" if path is None else f": {path}"
@@ -148,7 +149,8 @@ def load_command(name: str) -> ModuleType:
 def _overview() -> str:
     lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
     usage = "usage: coupled-adam COMMAND ...; COMMAND --help explains one, with an example"
-    return "\n".join([usage, "", *lines])
+    extras = "analyze and repair need the extra [analyze], and all others need [lab]"
+    return "\n".join([usage, "", *lines, "", extras])
 
 
 def _say(message: str) -> None:

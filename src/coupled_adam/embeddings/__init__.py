@@ -5,6 +5,8 @@ floating-point dtype) or as a NumPy array. It computes in float64 on the tensor'
 extra memory only for a few H x H matrices and for blocks of rows, not for a copy of the matrix.
 """
 
+from coupled_adam.errors import install
+
 try:
     from coupled_adam.embeddings.frequency import (
         unigram_counts,
@@ -31,7 +33,7 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error}: coupled_adam.embeddings needs an extra, pip install 'coupled-adam[embeddings]'",
+        f"{error}: coupled_adam.embeddings needs an extra, {install('embeddings')}",
         name=error.name,
     ) from None
 

@@ -31,9 +31,10 @@ def check_installed(explore: bool, export: Path | None) -> None:
     """Raise UsageError unless the packages for a map, or for an export, are there."""
     if export is not None and export.suffix != ".parquet":
         raise UsageError(f"--export {export} must end in .parquet")
-    for package in ["pandas", *["plotly"] * explore, *["pyarrow"] * (export is not None)]:
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"--explore and --export need a package: pip install {package}")
+    needed = ["pandas", *["plotly"] * explore, *["pyarrow"] * (export is not None)]
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
+    if missing:
+        raise UsageError(f"--explore and --export need packages: pip install {' '.join(missing)}")
 
 
 def token_frame(

@@ -119,7 +119,8 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
 
     They are downloaded from the public repository of the authors of Coupled Adam, at a fixed
     commit, and kept in the folder, which is returned; by default one in the user's cache. Please
-    cite the authors of the sets; see :func:`read_word_similarity`.
+    cite the authors of the sets; see :func:`read_word_similarity`. Downloading needs pooch, which
+    the extra ``[analyze]`` installs.
 
     Raises:
         OSError: if a set cannot be downloaded, or the folder is not writable.

@@ -1,12 +1,11 @@
 """Coupled Adam in OLMo-core: an ``OptimConfig`` that builds the optimizer of the whole model."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from olmo_core.optim import OptimConfig, OptimGroupOverride
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.optim.param_groups import embedding_options
+from coupled_adam.optim.param_groups import Embeddings, embedding_options
 
 
 @OptimConfig.register("coupled_adamw")
@@ -28,7 +27,7 @@ class CoupledAdamWConfig(OptimConfig):
         return CoupledAdamW
 
 
-def coupled_matrices(embeddings: str | dict[str, Any]) -> OptimGroupOverride:
+def coupled_matrices(embeddings: Embeddings) -> OptimGroupOverride:
     """The group of the embeddings and the head, for ``group_overrides=[coupled_matrices("lean")]``.
 
     Args:

@@ -1,7 +1,7 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -270,8 +270,14 @@ class CoupledAdam(torch.optim.Adam):
             grads.append(p.grad)
         return False  # check_parameter has refused complex parameters
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Perform a single optimization step.
 
         Args:

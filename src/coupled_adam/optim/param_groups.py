@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from coupled_adam.optim.find_embeddings import (
 from coupled_adam.optim.options import Group, check_options, complete
 from coupled_adam.optim.warn import warn
 
-Embeddings = str | Mapping[str, Any]
+Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
 
 LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),

@@ -96,9 +96,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     sums = torch.cat([step.sum(0), squares.sum(0), active.sum(0).to(step.dtype)])
     if matrix.mean_update is not None:
         step = step - torch.where(active, matrix.mean_update, 0.0)
-    values = _decayed(matrix, scalars)
-    values.sub_(step)
-    _write(matrix, values, scalars)
+    move(matrix, step, scalars)
     return sums
 
 
@@ -112,6 +110,13 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
     if matrix.mean_update is not None:
         d = matrix.mean_update
         d.copy_(torch.where(nothing, d, updates / count))
+
+
+def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:
+    """Decay e, [V, H], and subtract the step from it."""
+    values = _decayed(matrix, scalars)
+    values.sub_(step)
+    _write(matrix, values, scalars)
 
 
 def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) -> Tensor:

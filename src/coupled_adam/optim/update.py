@@ -24,19 +24,33 @@ class Pending:
     """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
 
     def __init__(self) -> None:
-        self._sums: list[tuple[list[CoupledMatrix], Reduction]] = []
+        self._sums: list[tuple[list[CoupledMatrix], Reduction, bool]] = []
 
     def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
         """Remember sums that are on their way; but no gradients, which may be freed meanwhile."""
         without_grads = [dataclasses.replace(m, grad=m.exp_avg_sq.new_empty(0)) for m in matrices]
-        self._sums.append((without_grads, reduction))
+        self._sums.append((without_grads, reduction, _is_capturing(matrices[0].param)))
 
     def finish(self) -> None:
-        """Wait for all sums, and update nu and d with them."""
+        """Wait for all sums, and update nu and d with them.
+
+        Raises:
+            RuntimeError: if a CUDA graph is captured, which could not wait for what began before.
+        """
         while self._sums:
-            matrices, reduction = self._sums.pop()
+            matrices, reduction, is_captured = self._sums[-1]
+            if _is_capturing(matrices[0].param) and not is_captured:
+                raise RuntimeError(
+                    "a CUDA graph is captured while ranks add up the sums of LEAN's last step: "
+                    "set capturable=True before that step, or call state_dict() before the capture"
+                )
+            self._sums.pop()
             for matrix, total in zip(matrices, reduction.result()):
                 reference.finish(matrix, total)
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def update(
@@ -90,7 +104,7 @@ def update_lean(
     stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
     _lean_pass(stepping, pending)
     # What records a step must see all of it, and DeepSpeed's wrapper may read the state itself.
-    if any(matrix.no_host_reads or matrix.shard is not None for matrix in matrices):
+    if any(m.no_host_reads or m.group["capturable"] or m.shard is not None for m in matrices):
         pending.finish()
 
 
@@ -151,7 +165,9 @@ def _advance(
 ) -> Scalars | None:
     """Count the step, and return its numbers; None if the host skips it."""
     skip = None
-    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE:
+    # The weights of rows that are cut come from the reference, which cannot skip.
+    is_cut = matrix.is_lean and not matrix.has_whole_rows
+    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE and not is_cut:
         skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
     elif found_inf is not None and found_inf.item():
         return None

@@ -166,7 +166,10 @@ def _format(path: Path) -> str:
 def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
     kind = _format(path)
     if kind == ".parquet":
-        from pyarrow import parquet
+        try:
+            from pyarrow import parquet
+        except ModuleNotFoundError:
+            raise UsageError(".parquet needs a package: pip install pyarrow") from None
 
         yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
         return

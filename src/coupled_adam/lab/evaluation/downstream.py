@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, install, one_line
 from coupled_adam.fields import require
 
 PAPER_TASKS = (
@@ -48,9 +48,7 @@ class Downstream:
         try:
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
-            ) from None
+            raise UsageError(f"--lm-eval: {error}; {install('lm-eval')}") from None
         require(folder is None or folder.is_dir(), f"--lm-eval-path {folder} is not a folder")
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.

@@ -1,7 +1,8 @@
-"""The reference, block by block: for devices and options that no other kernel serves.
+"""The reference in blocks of rows: for devices and options that no other kernel serves.
 
-Temporaries are as large as a block, in single precision, and on a CPU they stay in its caches. Sums
-over many rows are those of blocks, added in double precision where the device has it.
+Beside the state, a step takes one block in single precision, or three of a matrix in half
+precision. On a CPU a block stays in the caches, and on a GPU it is large, so that launches are few.
+Sums over many rows are those of 4,096 each, added in double precision where the device has it.
 """
 
 from collections.abc import Iterator
@@ -16,18 +17,18 @@ from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 SKIPS_ON_DEVICE = False
 
 _BLOCK_BYTES = 2**20
-_DEVICE_BLOCK_BYTES = 2**26  # large, so that launches are few
+_DEVICE_BLOCK_BYTES = 2**28
 _SUM_ROWS = 4096  # summed in single precision, with a relative rounding error of about 5e-7
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """The sums of g^2 over this rank's tokens, [columns]; with LEAN over its columns, [rows]."""
-    sums = [reference.sum_squares(block, unscaled) for _, block in blocks(matrix)]
-    rows = [block.rows for block in sums if block.rows is not None]
-    if matrix.is_lean:
-        assert matrix.row_exp_avg_sq is not None
-        return Sums(rows=torch.cat([*rows, matrix.row_exp_avg_sq.new_zeros(0)]))
-    return Sums(columns=_total(matrix, [x.columns for x in sums if x.columns is not None]))
+    grads = [block.grad for _, block in blocks(matrix)]
+    dtype = matrix.exp_avg_sq.dtype
+    if not matrix.is_lean:
+        return Sums(columns=_total(matrix, [_sum_over_rows(g, dtype, squared=True) for g in grads]))
+    rows = [torch.linalg.vector_norm(g, dim=1, dtype=dtype) for g in grads]
+    return Sums(rows=torch.cat([*rows, matrix.exp_avg_sq.new_zeros(0)]).square_())
 
 
 def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
@@ -35,22 +36,68 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     if not matrix.is_lean:
         assert sums is not None
         rates = reference.step_size(matrix, sums, scalars)
-        for rows, block in blocks(matrix):
+        for rows, block in blocks(matrix, scalars):
             reference.update_coupled(block, rates, _of_block(scalars, rows))
         return None
-    weights = None if sums is None else sums.weights
+    if sums is None:
+        squares = sum_squares(matrix, False).rows
+        assert squares is not None
+        weights = reference.update_rows(matrix, reference.scaled(squares, scalars.factor), scalars)
+        weights = weights * reference.relative(matrix, matrix.exp_avg_sq.mean(), scalars)
+    else:
+        assert sums.weights is not None
+        weights = sums.weights
+    rates = reference.lean_rates(matrix, scalars)  # [columns]
+    active = weights != 0  # [rows]
     parts = [
-        reference.lean(block, None if weights is None else weights[rows], _of_block(scalars, rows))
-        for rows, block in blocks(matrix)
+        _update_lean(block, weights[rows], active[rows, None], rates, _of_block(scalars, rows))
+        for rows, block in blocks(matrix, scalars)
     ]
-    return _total(matrix, parts, 2 * len(matrix.exp_avg_sq) + 1)
+    total = _total(matrix, parts, 2 * len(rates))
+    return torch.cat([total, active.sum()[None].to(total.dtype)])
 
 
-def blocks(matrix: CoupledMatrix) -> Iterator[tuple[slice, CoupledMatrix]]:
+def _update_lean(
+    block: CoupledMatrix, weights: Tensor, active: Tensor, rates: Tensor, scalars: Scalars
+) -> Tensor:
+    """:func:`reference.lean` of rows whose weights are known; sum_i u_i and sum_i g_i^2."""
+    dtype = rates.dtype
+    step = torch.where(active, block.grad, 0.0)  # [rows, columns]
+    squares = reference.scaled(_sum_over_rows(step, dtype, squared=True), scalars.factor)
+    if block.exp_avg is None:
+        weights = weights * scalars.factor
+    else:
+        del step  # its memory is that of the next one
+        m = reference.moment(block, reference.scaled_gradient(block, scalars), scalars)
+        step = torch.where(active, m, 0.0)
+    # In place, but for what is in half precision: each temporary is as large as the block.
+    step = step.mul_(weights[:, None]) if step.dtype == dtype else step * weights[:, None]
+    updates = _sum_over_rows(step.mul_(rates), dtype)
+    if block.mean_update is not None:
+        step.addcmul_(active.to(dtype), block.mean_update, value=-1)
+    reference.move(block, step, scalars)
+    return torch.cat([updates, squares])
+
+
+def _sum_over_rows(x: Tensor, dtype: torch.dtype, *, squared: bool = False) -> Tensor:
+    """The sums of a block's rows, or of their squares, [columns]."""
+    whole = len(x) // _SUM_ROWS
+    pieces = x[: whole * _SUM_ROWS].unflatten(0, (whole, _SUM_ROWS)), x[whole * _SUM_ROWS :][None]
+    if squared:  # the norm needs no temporary as large as the block
+        norms = [torch.linalg.vector_norm(piece, dim=1, dtype=dtype) for piece in pieces]
+        return torch.cat(norms).square_().sum(0, dtype=_wide(x))
+    return torch.cat([piece.sum(1) for piece in pieces]).sum(0, dtype=_wide(x))
+
+
+def blocks(
+    matrix: CoupledMatrix, scalars: Scalars | None = None
+) -> Iterator[tuple[slice, CoupledMatrix]]:
     """The rows of each block, and the block as a matrix; none where this rank has no rows."""
     rows, columns = matrix.param.shape
     most = _BLOCK_BYTES * torch.get_num_threads() if matrix.param.is_cpu else _DEVICE_BLOCK_BYTES
-    size = max(1, min(_SUM_ROWS, most // (4 * max(1, columns))))
+    if scalars is not None and scalars.noise is not None:
+        most //= 8  # the random numbers are 64 bits long
+    size = max(1, most // (4 * max(1, columns)))
     r, exp_avg = matrix.row_exp_avg_sq, matrix.exp_avg
     for start in range(0, rows, size):
         block = slice(start, start + size)
@@ -69,11 +116,14 @@ def blocks(matrix: CoupledMatrix) -> Iterator[tuple[slice, CoupledMatrix]]:
 def _total(matrix: CoupledMatrix, parts: list[Tensor], size: int | None = None) -> Tensor:
     """The sum of vectors over the blocks; zeros if there are none."""
     nu = matrix.exp_avg_sq
-    wide = torch.float32 if nu.device.type == "mps" else torch.float64
-    total = nu.new_zeros(size or len(nu), dtype=wide)
-    for part in parts:
-        total += part
-    return total.to(nu.dtype)
+    if not parts:
+        return nu.new_zeros(size or len(nu))
+    return torch.stack(parts).sum(0).to(nu.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype in which the sums of pieces are added."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _of_block(scalars: Scalars, rows: slice) -> Scalars:

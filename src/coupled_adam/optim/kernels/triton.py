@@ -8,6 +8,9 @@ what its programs have summed. All sums have a fixed order, so that results are 
 every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
+# Triton has no types.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
 import contextlib
 import functools
 import math
@@ -24,10 +27,10 @@ from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 SKIPS_ON_DEVICE = True
 
 _SUMS_BLOCK = (16, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
-_FINISH_BLOCK = (128, 16)
+_FINISH_BLOCK = (128, 16)  # of the sums of all programs
+_FINISH_LEAN_BLOCK = (128, 32)
 _UPDATE_BLOCK = (8, 256)
 _LEAN_ELEMENTS = 2048  # of whole rows
-_AHEAD_BYTES = 48 * 1024
 _PROGRAMS = 4  # of the kernels that add up, for each unit of the GPU: it runs them all at once
 # Multiplications and additions are rounded one by one: from the same step size every GPU computes
 # the same bits, and they are a CPU's.
@@ -101,94 +104,53 @@ def _apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     assert sums.columns is not None
     if not columns:
         return
-    rates, device = torch.empty_like(matrix.exp_avg_sq), param.device
+    rates, parts = torch.empty_like(matrix.exp_avg_sq), sums.columns.numel() // columns
+    # fmt: off
     _finish[(triton.cdiv(columns, _FINISH_BLOCK[1]),)](
-        squares=sums.columns,
-        parts=1 if sums.columns.dim() == 1 else len(sums.columns),
-        exp_avg_sq=matrix.exp_avg_sq,
-        max_exp_avg_sq=matrix.max_exp_avg_sq,
-        rates=rates,
-        columns=columns,
-        share=(1 - matrix.beta2) / matrix.vocab_size,
-        factor=_on(device, scalars.factor),
-        skip=scalars.skip,
-        beta2=matrix.beta2,
+        sums.columns, parts, matrix.exp_avg_sq, matrix.max_exp_avg_sq, rates, columns,
+        share=1 - matrix.beta2, vocab_size=float(matrix.vocab_size),
+        factor=_on(param.device, scalars.factor), skip=scalars.skip,
         **_of_step_size(matrix, scalars),
-        ROWS=_FINISH_BLOCK[0],
-        COLUMNS=_FINISH_BLOCK[1],
-        **_OPTIONS,
+        ROWS=_FINISH_BLOCK[0], COLUMNS=_FINISH_BLOCK[1], **_OPTIONS,
     )
     if not rows:
         return
     tall, wide = _block(param, _UPDATE_BLOCK)
     _update[(triton.cdiv(rows, tall) * triton.cdiv(columns, wide),)](
-        param,
-        *param.stride(),
-        grad,
-        *grad.stride(),
-        exp_avg,
-        *_strides(exp_avg),
-        rates=rates,
-        rows=rows,
-        columns=columns,
+        param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
+        rates, rows, columns,
         **_of_parameter(matrix, scalars),
-        ROWS=tall,
-        COLUMNS=wide,
-        **_OPTIONS,
+        ROWS=tall, COLUMNS=wide, **_OPTIONS,
     )
+    # fmt: on
 
 
 def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
     """Launch ``_lean``, and ``_finish_lean`` if no other rank has rows."""
     param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
+    nu, mean = matrix.exp_avg_sq, matrix.mean_update
     rows, columns = param.shape
-    parts, (tall, wide) = _lean_grid(grad)
+    parts, shape = _lean_shape(matrix)
     sums = _empty(grad, parts, 2 * columns + 1)
-    # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
-    bytes_ahead = tall * wide * grad.itemsize * (2 if exp_avg is None else 3)
-    # Elements that are not read 16 bytes at a time have addresses of their own, in registers.
-    is_aligned = all(x.stride(1) == 1 and x.stride(0) % 16 == 0 for x in matrix.matrices)
-    # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
-    lanes, elements = (64, 16 // grad.itemsize) if torch.version.hip else (32, 8)
+    # fmt: off
     _lean[(parts,)](
-        param,
-        *param.stride(),
-        grad,
-        *grad.stride(),
-        exp_avg,
-        *_strides(exp_avg),
-        nu=matrix.exp_avg_sq,
-        mean=matrix.mean_update,
-        r=None if weights is not None else matrix.row_exp_avg_sq,
-        weights=weights,
-        sums=sums,
-        rows=rows,
-        columns=columns,
-        beta2=matrix.beta2,
-        row_share=(1 - matrix.beta2) / matrix.hidden_size,
-        exponent=matrix.group["row_exponent"] / 2,
+        param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
+        nu, mean, None if weights is not None else matrix.row_exp_avg_sq, weights, sums,
+        rows, columns,
+        share=1 - matrix.beta2, exponent=matrix.group["row_exponent"] / 2,
         **_of_step_size(matrix, scalars),
         **_of_parameter(matrix, scalars),
-        # With more, registers are spilled.
-        STAGES=min(2, 1 + _AHEAD_BYTES // bytes_ahead) if wide <= 4096 and is_aligned else 1,
-        ROWS=tall,
-        COLUMNS=wide,
-        **{**_OPTIONS, "num_warps": max(1, min(16, tall * wide // (elements * lanes)))},
+        **{**_OPTIONS, **shape},
     )
     if matrix.row_ranks or not matrix.has_whole_rows:
         return sums.sum(0)
     if columns:
-        _finish_lean[(triton.cdiv(columns, _FINISH_BLOCK[1]),)](
-            sums=sums,
-            parts=parts,
-            nu=matrix.exp_avg_sq,
-            mean=matrix.mean_update,
-            columns=columns,
-            beta2=matrix.beta2,
-            ROWS=_FINISH_BLOCK[0],
-            COLUMNS=_FINISH_BLOCK[1],
-            **_OPTIONS,
+        tall, wide = _FINISH_LEAN_BLOCK
+        _finish_lean[(triton.cdiv(columns, wide),)](
+            sums, parts, nu, mean, columns, share=1 - matrix.beta2,
+            ROWS=tall, COLUMNS=wide, **{**_OPTIONS, "num_warps": 8},
         )
+    # fmt: on
     return None
 
 
@@ -212,7 +174,7 @@ def _of_parameter(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
     device, noise = matrix.param.device, scalars.noise
     t = _on(device, scalars.t)
     return {
-        "weight": _on(device, scalars.weight),
+        "weight": scalars.weight,
         "decay": _on(device, scalars.decay),
         "factor": _on(device, scalars.factor),
         "skip": scalars.skip,
@@ -223,13 +185,28 @@ def _of_parameter(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
     }
 
 
-def _lean_grid(matrix: Tensor) -> tuple[int, tuple[int, int]]:
-    """The number of programs that take whole rows, and the block of each."""
-    rows, columns = matrix.shape
+def _lean_shape(matrix: CoupledMatrix) -> tuple[int, dict[str, int]]:
+    """The number of programs that take whole rows, and their block, warps and stages.
+
+    ``benchmarks/gpu_compile.py`` prints what this means for each GPU.
+    """
+    param, matrices, mean = matrix.param, matrix.matrices, matrix.mean_update
+    (rows, columns), (units, shared_memory) = param.shape, _device(param.device)
     wide = max(16, triton.next_power_of_2(columns))
     tall = max(1, _LEAN_ELEMENTS // wide)
-    most = _PROGRAMS * _units(matrix.device) * _LEAN_ELEMENTS // (tall * wide)
-    return max(1, min(most, triton.cdiv(rows, tall))), (tall, wide)
+    most = _PROGRAMS * units * _LEAN_ELEMENTS // (tall * wide)
+    parts = max(1, min(most, triton.cdiv(rows, tall)))
+    # Elements that are not read 16 bytes at a time have addresses of their own, in registers: a
+    # thread can have fewer of them, and reads none ahead. On AMD a warp has twice the threads.
+    is_aligned = all(x.stride(1) == 1 and x.stride(0) % 16 == 0 for x in matrices)
+    lanes, elements, stages = (64, 16 // param.itemsize, 2) if torch.version.hip else (32, 8, 3)
+    if is_aligned and not torch.version.hip:
+        elements = 32 if matrix.exp_avg is None else 16
+    # The blocks that are read ahead must fit into the shared memory.
+    ahead = tall * wide * sum(x.itemsize for x in matrices) + (0 if mean is None else 4 * wide)
+    stages = min(stages, 1 + (shared_memory - 1024) // ahead) if is_aligned else 1
+    warps = max(1, min(16, tall * wide // (elements * lanes)))
+    return parts, {"ROWS": tall, "COLUMNS": wide, "num_warps": warps, "STAGES": stages}
 
 
 def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
@@ -237,17 +214,18 @@ def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
     rows, columns = matrix.shape
     tall, wide = _block(matrix, _SUMS_BLOCK)
     across = triton.cdiv(columns, wide)
-    most = _PROGRAMS * _units(matrix.device) // max(1, across)
+    most = _PROGRAMS * _device(matrix.device)[0] // max(1, across)
     return across, max(1, min(most, triton.cdiv(rows, tall))), (tall, wide)
 
 
 @functools.cache
-def _units(device: torch.device) -> int:
-    """How many multiprocessors a GPU has."""
+def _device(device: torch.device) -> tuple[int, int]:
+    """How many multiprocessors a GPU has, and the bytes of shared memory for a program."""
     if device.type != "cuda":
-        return 128
-    units: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return units
+        return 128, 64 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
@@ -277,18 +255,13 @@ def _launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
-    grad,
-    row_stride,
-    column_stride,
-    sums,
-    row_sums,  # with LEAN in the place of sums
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit
+def _sums(
+    grad, row_stride, column_stride,
+    sums, row_sums,  # with LEAN in the place of sums
+    rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     part, parts = tl.program_id(1), tl.num_programs(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -309,36 +282,29 @@ def _sums(  # type: ignore[no-untyped-def]
         tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["parts", "t"])  # type: ignore[untyped-decorator]
-def _finish(  # type: ignore[no-untyped-def]
-    squares,
-    parts,
-    exp_avg_sq,
-    max_exp_avg_sq,
-    rates,
-    columns,
-    share,
-    factor,
-    skip,
-    beta2,
-    t,
-    lr,
-    log_beta1,
-    log_beta2,
-    scale,
-    eps,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["parts", "t"])
+def _finish(
+    sums, parts, exp_avg_sq, max_exp_avg_sq, rates, columns,
+    share, vocab_size, factor, skip,
+    t, lr, log_beta1, log_beta2, scale, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Coupled Adam's nu, and each column's rate."""
     if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if tl.load(skip) != 0:
             return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    square = _total(squares, parts, column, columns, columns, ROWS, COLUMNS)
-    # share = (1 - beta2) / V
-    mean_square = _scaled(square, _number(factor).to(tl.float32)) * share
-    nu = beta2 * tl.load(exp_avg_sq + column, mask=inside, other=0.0) + mean_square
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        mask = (part < parts)[:, None] & inside[None, :]
+        total += tl.load(sums + part[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    factor = _number(factor).to(tl.float32)
+    # Clipped to nothing, even a square that overflowed is nothing.
+    square = tl.where(factor == 0, 0.0, tl.sum(total, axis=0) * factor * factor)
+    old = tl.load(exp_avg_sq + column, mask=inside, other=0.0)
+    nu = _average(old, tl.div_rn(square, vocab_size), share)
     tl.store(exp_avg_sq + column, nu, mask=inside)
     if max_exp_avg_sq is not None:
         maximum = tl.load(max_exp_avg_sq + column, mask=inside, other=0.0)
@@ -348,33 +314,16 @@ def _finish(  # type: ignore[no-untyped-def]
     tl.store(rates + column, rate, mask=inside)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["noise_t", "first_row", "first_column", "salt"]
-)
-def _update(  # type: ignore[no-untyped-def]
-    param,
-    param_row_stride,
-    param_column_stride,
-    grad,
-    grad_row_stride,
-    grad_column_stride,
-    exp_avg,
-    exp_avg_row_stride,
-    exp_avg_column_stride,
-    rates,
-    rows,
-    columns,
-    weight,
-    decay,
-    factor,
-    skip,
-    noise_t,
-    first_row,
-    first_column,
-    salt,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["noise_t", "first_row", "first_column", "salt"])
+def _update(
+    param, param_row_stride, param_column_stride,
+    grad, grad_row_stride, grad_column_stride,
+    exp_avg, exp_avg_row_stride, exp_avg_column_stride,
+    rates, rows, columns,
+    weight, decay, factor, skip, noise_t, first_row, first_column, salt,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Coupled Adam's m and e."""
     if skip is not None:  # noqa: SIM102
         if tl.load(skip) != 0:
             return
@@ -392,63 +341,37 @@ def _update(  # type: ignore[no-untyped-def]
     m = _number(factor).to(tl.float32) * tl.load(grad, mask=mask, other=0.0).to(tl.float32)
     if exp_avg is not None:
         place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-        m = _updated(m, exp_avg + place, mask, _number(weight))
+        m = _updated(m, exp_avg + place, mask, weight)
     p = _number(decay).to(tl.float32) * p - rate * m
     if noise_t is not None:
         p = _rounded(p, row + first_row, column + first_column, noise_t, salt)
     tl.store(param, p.to(param.dtype.element_ty), mask=mask)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["t", "noise_t", "first_row", "first_column", "salt"]
-)
-def _lean(  # type: ignore[no-untyped-def]
-    param,
-    param_row_stride,
-    param_column_stride,
-    grad,
-    grad_row_stride,
-    grad_column_stride,
-    exp_avg,
-    exp_avg_row_stride,
-    exp_avg_column_stride,
-    nu,
-    mean,
-    r,  # None if the weights are given
-    weights,
-    sums,
-    rows,
-    columns,
-    beta2,
-    row_share,
-    exponent,
-    t,
-    lr,
-    log_beta1,
-    log_beta2,
-    scale,
-    eps,
-    weight,
-    decay,
-    factor,
-    skip,
-    noise_t,
-    first_row,
-    first_column,
-    salt,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["t", "noise_t", "first_row", "first_column", "salt"])
+def _lean(
+    param, param_row_stride, param_column_stride,
+    grad, grad_row_stride, grad_column_stride,
+    exp_avg, exp_avg_row_stride, exp_avg_column_stride,
+    nu, mean, r, weights, sums,  # r is None if the weights are given
+    rows, columns,
+    share, exponent, t, lr, log_beta1, log_beta2, scale, eps,
+    weight, decay, factor, skip, noise_t, first_row, first_column, salt,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """LEAN's pass over whole rows; of each program's rows the sums, [parts, 2 columns + 1]."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     sums += part * (2 * columns + 1)
-    if skip is not None:  # noqa: SIM102
-        if tl.load(skip) != 0:
-            tl.store(sums + 2 * columns, 0.0)  # no row counts: nothing is changed
-            return
     column = tl.arange(0, COLUMNS)
     inside = column < columns
+    if skip is not None:  # noqa: SIM102
+        if tl.load(skip) != 0:  # other ranks may add these sums to theirs
+            tl.store(sums + column, 0.0, mask=inside)
+            tl.store(sums + columns + column, 0.0, mask=inside)
+            tl.store(sums + 2 * columns, 0.0)
+            return
+
+    # Each column's rate, which is 0 where nu is, as nothing is known of it.
     second = tl.load(nu + column, mask=inside, other=0.0)
     known = tl.where(second == 0, 1.0, second)
     t = _number(t)
@@ -458,6 +381,7 @@ def _lean(  # type: ignore[no-untyped-def]
         rho = tl.where(mean_nu == 0, 1.0, mean_nu) / _correction(t - 1, log_beta2)
         rate *= _power(rho, exponent)
     rate = tl.where(second == 0, 0.0, rate)
+
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
     row_correction = _correction(t, log_beta2)
     update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -468,9 +392,11 @@ def _lean(  # type: ignore[no-untyped-def]
         mask = (row < rows)[:, None] & inside[None, :]
         place = _place(row, grad_row_stride, column, grad_column_stride)
         g = factor * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+
+        # Each row's weight: 0 if it never had a gradient, or if its squares overflow.
         if r is not None:
             old = tl.load(r + row, mask=row < rows, other=0.0)
-            new = beta2 * old + tl.sum(g * g, axis=1) * row_share
+            new = _average(old, tl.sum(g * g, axis=1) / columns, share)
             tl.store(r + row, new, mask=row < rows)
             unknown = (new == 0) | (new == float("inf"))
             power = _power(tl.div_rn(tl.where(unknown, 1.0, new), row_correction), -exponent)
@@ -478,14 +404,16 @@ def _lean(  # type: ignore[no-untyped-def]
         else:
             w = tl.load(weights + row, mask=row < rows, other=0.0)
         active = (w != 0)[:, None]
-        step = tl.where(active, w[:, None] * g, 0.0)
+
+        m = g
         if exp_avg is not None:
             place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-            m = _updated(g, exp_avg + place, mask, _number(weight))
-            step = tl.where(active, w[:, None] * m, 0.0)
+            m = _updated(g, exp_avg + place, mask, weight)
+        step = tl.where(active, w[:, None] * m, 0.0)
         update += step
         square += tl.where(active, g * g, 0.0)
         count += tl.where(w != 0, 1.0, 0.0)
+
         change = rate[None, :] * step
         if mean is not None:
             d = tl.load(mean + column, mask=inside, other=0.0)
@@ -500,48 +428,70 @@ def _lean(  # type: ignore[no-untyped-def]
     tl.store(sums + 2 * columns, tl.sum(count, axis=0))
 
 
-@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]
-def _finish_lean(  # type: ignore[no-untyped-def]
-    sums,
-    parts,
-    nu,
-    mean,
-    columns,
-    beta2,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["parts"])
+def _finish_lean(
+    sums, parts, nu, mean, columns, share,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """``reference.finish``, from the sums of all programs."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside, width = column < columns, 2 * columns + 1
-    counts = _total(sums + 2 * columns, parts, tl.arange(0, COLUMNS), width, 1, ROWS, COLUMNS)
-    count = tl.sum(counts, axis=0)  # one of them is a count, the others are zeros
-    if count != 0:
-        squares = _total(sums + columns, parts, column, width, columns, ROWS, COLUMNS)
+    inside = column < columns
+    update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    count = tl.zeros((ROWS,), dtype=tl.float32)
+    # The three are read in one loop: what takes time is to wait for memory.
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        mask = (part < parts)[:, None] & inside[None, :]
+        place = sums + part[:, None] * (2 * columns + 1) + column[None, :]
+        if mean is not None:
+            update += tl.load(place, mask=mask, other=0.0)
+        square += tl.load(place + columns, mask=mask, other=0.0)
+        of_part = sums + part * (2 * columns + 1) + 2 * columns
+        count += tl.load(of_part, mask=part < parts, other=0.0)
+    k = tl.sum(count, axis=0)
+    if k != 0:  # otherwise the step was skipped, or no token has had a gradient
         old = tl.load(nu + column, mask=inside, other=0.0)
-        new = beta2 * old + (1 - beta2) * tl.div_rn(squares, count)
+        new = _average(old, tl.div_rn(tl.sum(square, axis=0), k), share)
         tl.store(nu + column, new, mask=inside)
         if mean is not None:
-            updates = _total(sums, parts, column, width, columns, ROWS, COLUMNS)
-            tl.store(mean + column, tl.div_rn(updates, count), mask=inside)
+            tl.store(mean + column, tl.div_rn(tl.sum(update, axis=0), k), mask=inside)
 
 
 @triton.jit
-def _step_size(nu, t, seen, lr, log_beta1, log_beta2, scale, eps):  # type: ignore[no-untyped-def]
+def _average(old, new, share):
+    """Move an average on by ``share`` of what is new; once it has overflowed, it stays.
+
+    1 - beta2 comes from the host as it is: in float32, 1 - float32(beta2) would be another number.
+    """
+    has_overflowed = (old == float("inf")) | (new == float("inf"))
+    return tl.where(has_overflowed, float("inf"), _mean(old, new, share))
+
+
+@triton.jit
+def _mean(old, new, share):
+    """old + share (new - old); as torch.lerp, exact at both ends."""
+    is_small = share < 0.5
+    start = tl.where(is_small, old, new)
+    return start + tl.where(is_small, share, share - 1) * (new - old)
+
+
+@triton.jit
+def _step_size(nu, t, seen, lr, log_beta1, log_beta2, scale, eps):
     """lr / (sqrt(scale nu / (1 - beta2^seen)) + eps) / (1 - beta1^t); nu has seen so many."""
     denominator = tl.sqrt_rn(tl.div_rn(scale * nu, _correction(seen, log_beta2))) + eps
     return tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), _correction(t, log_beta1)), denominator)
 
 
 @triton.jit
-def _correction(t, log_beta):  # type: ignore[no-untyped-def]
+def _correction(t, log_beta):
     """1 - beta^t, but 1 at t = 0; in float64, as it loses five digits in float32."""
     t = _number(t).to(tl.float64)
     return tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta)).to(tl.float32)
 
 
 @triton.jit
-def _rounded(p, row, column, t, salt):  # type: ignore[no-untyped-def]
+def _rounded(p, row, column, t, salt):
     """Round stochastically to bfloat16, as :mod:`coupled_adam.optim.rounding` does."""
     key = _mix(_number(t).to(tl.uint32) ^ salt.to(tl.uint32))
     random = _mix(_mix(_mix(row.to(tl.uint32)) ^ key)[:, None] ^ column.to(tl.uint32)[None, :])
@@ -550,59 +500,39 @@ def _rounded(p, row, column, t, salt):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _updated(g, exp_avg, mask, weight):  # type: ignore[no-untyped-def]
+def _updated(g, exp_avg, mask, weight):
     """Update a block of the first moment, and return it as it is stored.
 
-    This, also in half precision, is what moves the parameter. As torch.lerp, exact at both ends: a
-    large weight loses nothing of a small gradient after a large one.
+    This, also in half precision, is what moves the parameter. A large weight loses nothing of a
+    small gradient after a large one.
     """
     m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
-    share = tl.where(weight < 0.5, weight, weight - 1)
-    m = (tl.where(weight < 0.5, m, g) + share * (g - m)).to(exp_avg.dtype.element_ty)
+    m = _mean(m, g, weight).to(exp_avg.dtype.element_ty)
     tl.store(exp_avg, m, mask=mask)
     return m.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _total(  # type: ignore[no-untyped-def]
-    sums, parts, column, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Add up the first ``columns`` of [parts, width]."""
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(0, parts, ROWS):
-        part = first + tl.arange(0, ROWS)
-        mask = (part < parts)[:, None] & (column < columns)[None, :]
-        total += tl.load(sums + part[:, None] * width + column[None, :], mask=mask, other=0.0)
-    return tl.sum(total, axis=0)
-
-
 @triton.jit
-def _scaled(squares, factor):  # type: ignore[no-untyped-def]
-    """Clipped to nothing, even a square that overflowed is nothing."""
-    return tl.where(factor == 0, 0.0, squares * factor * factor)
-
-
-@triton.jit
-def _power(x, exponent):  # type: ignore[no-untyped-def]
+def _power(x, exponent):
     """x^exponent of a number that is not negative; 1 for an exponent of 0."""
     return tl.where(exponent == 0, 1.0, tl.exp2(exponent * tl.log2(x)))
 
 
 @triton.jit
-def _place(row, row_stride, column, column_stride):  # type: ignore[no-untyped-def]
+def _place(row, row_stride, column, column_stride):
     """Where elements are; a matrix may have more of them than int32 counts."""
     return (row.to(tl.int64) * row_stride)[:, None] + (column.to(tl.int64) * column_stride)[None, :]
 
 
 @triton.jit
-def _number(value):  # type: ignore[no-untyped-def]
+def _number(value):
     """A number that is passed, or read where it lies on the device."""
     value = tl.core.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix(x):
     """``rounding.mix``."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35

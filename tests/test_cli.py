@@ -142,6 +142,26 @@ def errors(small_recipe, text_file, tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "hint"),
+    [
+        ("analyze", "gpt2 --csv x", None),  # is not --counts
+        ("analyze", "gpt2 --cache x", None),  # is not --help
+        ("analyze", "gpt2 --neighbors x", "did you mean --neighbours?"),
+        ("train", "--arm lean --out x --lr 1e-3", "did you mean --training.lr?"),
+        ("train", "--arm lean --out x training.lr=1e-3", "did you mean --training.lr 1e-3?"),
+        ("compare", "--out x --seeds 1,3", "separate several by spaces: --seeds 1 3"),
+    ],
+)
+def test_only_what_is_near_is_suggested(command, words, hint):
+    with pytest.raises(UsageError) as raised:
+        parsed(cli.load_command(command), words.split())
+    if hint is None:
+        assert "did you mean" not in str(raised.value)
+    else:
+        assert str(raised.value).endswith(hint)
+
+
 def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
     """One line with the fix, exit code 2, nothing made, nothing overwritten."""
     cases = errors(small_recipe, text_file, tmp_path)

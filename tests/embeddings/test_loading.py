@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from loaded_embeddings import measure
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (
@@ -170,7 +171,9 @@ def test_single_files(tmp_path):
         np.testing.assert_array_equal(entry.matrix.numpy(), array)
 
     save_file({"b": matrix, "a": torch.randn(9, 3)}, tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match=r"no embeddings under a known name; name one of a \[9, 3"):
+    with pytest.raises(
+        ValueError, match=r"no embeddings under a known name; choose one with --tensor: a \[9"
+    ):
         load_embeddings(tmp_path / "two.safetensors")
     (entry,) = load_embeddings(tmp_path / "two.safetensors", tensor="b")
     assert torch.equal(entry.matrix, matrix)
@@ -252,6 +255,7 @@ def test_odd_configurations(gpt2):
         (entry,) = load_embeddings(folder)
         assert torch.equal(entry.matrix, matrix)
         assert entry.role == ("tied" if value == "GPT2LMHeadModel" else "input")
+    (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     for content, message in {
         '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}': "No such file",
@@ -285,13 +289,184 @@ def test_what_is_no_model(tmp_path):
         "none.npy": r"\[3, 0\] is empty",
         "int.safetensors": r"wte\.weight is quantised \(int8\)",
         "fp8.safetensors": r"is quantised \(float8_e4m3fn\)",
-        "bias.safetensors": "there are no matrices in it",
+        "bias.safetensors": "no matrices in it",
     }.items():
         with pytest.raises(ValueError, match=message):
             load_embeddings(tmp_path / name)
     for missing in ("missing.npy", "a/b/c", "/nowhere/at/all"):
         with pytest.raises(FileNotFoundError, match="there is no such file, folder or model"):
             load_embeddings(missing)
+
+
+# Classes of transformers, whose own getters say what is right; all of them are tried by
+# benchmarks/loaded_embeddings.py.
+CLASSES = {
+    "RwkvForCausalLM": "right",  # its head is not an attention's output
+    "ElectraForPreTraining": "right",  # it has no head
+    "MarianMTModel": "right",  # tied
+    "ReformerForMaskedLM": "right",  # the head is twice as wide
+    "EncoderDecoderModel": "right",
+    "XLMWithLMHeadModel": "right",
+    "InstructBlipForConditionalGeneration": "more",  # two encoders of text
+    "BltForCausalLM": "refused",  # two heads
+    "KyutaiSpeechToTextForConditionalGeneration": "named",  # a head of the text's tokens alone
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name > "F")) for name in CLASSES]
+)
+def test_what_transformers_would_take(name, tmp_path):
+    assert measure(name, tmp_path)["outcome"] == CLASSES[name]
+
+
+def table(rows, width=4, shift=0.0):
+    return torch.randn(rows, width) + shift
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        # Positions are no tokens, however many there are.
+        (
+            {"token_emb.emb": (9, 4), "pos_emb.emb": (90, 4), "to_logits": (9, 4)},
+            {"token_emb.emb": "input", "to_logits": "output"},
+        ),
+        ({"net.pos_emb.emb": (9, 4), "net.token_emb.emb": (9, 4)}, {"net.token_emb.emb": "input"}),
+        ({"tok": (9, 4), "pos": (9, 4), "head": (9, 4)}, {"tok": "input", "head": "output"}),
+        # BlinkDL's RWKV.
+        (
+            {"emb": (9, 8), "blocks.0.att.output": (64, 64), "head": (9, 8)},
+            {"emb": "input", "head": "output"},
+        ),
+        # Both sides of a translator, and PEFT's wrapper.
+        (
+            {"encoder.embed_tokens": (9, 4), "decoder.embed_tokens": (7, 4), "lm_head": (7, 4)},
+            {"encoder.embed_tokens": "input", "decoder.embed_tokens": "input", "lm_head": "output"},
+        ),
+        ({"model.embed_tokens.base_layer": (9, 4)}, {"model.embed_tokens.base_layer": "input"}),
+    ],
+)
+def test_the_table_of_tokens_is_told_from_others(tensors, expected, tmp_path):
+    torch.manual_seed(0)
+    torch.save(
+        {f"{name}.weight": table(*shape) for name, shape in tensors.items()}, tmp_path / "m.pt"
+    )
+    read = {entry.tensor: entry.role for entry in load_embeddings(tmp_path / "m.pt")}
+    assert read == {f"{name}.weight": role for name, role in expected.items()}
+
+
+@pytest.mark.parametrize("other", ["ema", "grads", "exp_avg_sq", "best", "actor_ref"])
+def test_several_embeddings_are_listed_and_not_chosen_from(other, tmp_path):
+    """By the alphabet it would be the average, or the gradients, that is measured."""
+    model, average = ({"embed_tokens.weight": table(9), "lm_head.weight": table(9)} for _ in "ab")
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"model": model, other: average}, path)
+    with pytest.raises(ValueError, match="several embeddings whose numbers differ") as raised:
+        load_embeddings(path)
+    for part in ("model", other, "--tensor"):
+        assert part in str(raised.value)
+    for part, weights in (("model", model), (other, average)):
+        entries = load_embeddings(path, tensor=part)
+        for entry, name, role in zip(entries, weights, ("input", "output"), strict=True):
+            assert torch.equal(entry.matrix, weights[name])
+            assert entry.role == role
+    # The same numbers twice are one matrix, also where some are no numbers.
+    for weights in (model, average):
+        weights |= {"embed_tokens.weight": torch.full((9, 4), torch.nan)}
+        weights |= {"lm_head.weight": weights["embed_tokens.weight"].clone()}
+    torch.save({"model": model, other: average}, path)
+    assert [entry.role for entry in load_embeddings(path)] == ["tied"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("lm_head.qweight", torch.zeros(4, 300, dtype=torch.int32), "is quantised (int32)"),
+        ("lm_head.weight", torch.zeros(4800, 1, dtype=torch.uint8), "is quantised (uint8)"),
+        ("classifier.head.weight", torch.zeros(3, 4), "has too few rows for 300 tokens"),
+        ("speech_emb.weight", torch.zeros(300, 4), "has a row for each token, but no known name"),
+    ],
+)
+def test_what_is_left_out_is_named(name, tensor, reason, tmp_path):
+    """A head that is quantised is one, too: the model is not tied."""
+    weights = {"model.embed_tokens.weight": table(300), name: tensor}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (entry,) = load_embeddings(tmp_path)
+    assert entry.left_out == (f"{name} {[*tensor.shape]} {reason}",) or (
+        "quantised" in reason and f"{name} {[*tensor.shape]} {reason}" in entry.left_out[0]
+    )
+    assert entry.role == ("input" if name.startswith("lm_head") else "tied")
+    assert "Not measured" not in " ".join(entry.left_out)
+
+
+def test_a_head_without_a_table_is_tied_if_the_configuration_says_so(tmp_path):
+    """As safetensors.torch.save_model keeps one of two names."""
+    save_file({"lm_head.weight": table(9)}, tmp_path / "model.safetensors")
+    for tied, role in ((True, "tied"), (False, "output")):
+        config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": tied}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert [entry.role for entry in load_embeddings(tmp_path)] == [role]
+
+
+def test_the_whole_file_comes_before_an_index(tmp_path):
+    """As transformers has it: an index may be of an earlier save."""
+    model = make("llama untied")
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    whole["lm_head.weight"] += 1
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert torch.equal(load_embeddings(tmp_path)[1].matrix, whole["lm_head.weight"])
+
+
+FOLDERS = {
+    "adapter": (
+        {"adapter_config.json": '{"base_model_name_or_path": "gpt2"}'},
+        "adapter of gpt2 alone",
+    ),
+    "cache": (
+        {"models--gpt2/snapshots/0a/config.json": "{}"},
+        "a cache of the Hugging Face hub: name",
+    ),
+    "sentences": (
+        {"modules.json": "[]", "0_StaticEmbedding/model.safetensors": "x"},
+        "sentence-transformers: name the part with the embeddings, such as",
+    ),
+    "shards": ({"model-00001-of-00002.safetensors": "x"}, "holds shards, such as model-00001-of"),
+    "other": ({"tf_model.h5": "x", "README.md": "x"}, "it holds README.md, tf_model.h5"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_without_weights_is_described(name, tmp_path):
+    files, message = FOLDERS[name]
+    for file, content in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_embeddings(tmp_path)
+
+
+FORMATS = {
+    "model.gguf": (b"GGUF\x03\0\0\0", "gguf.dequantize"),
+    "word2vec.bin": (b"3000 300\nking \0\x01\xff" + bytes(range(200)), "binary=True"),
+    "crawl.vec": (b"2 9\n" + b"king" + b" 0.25 -1e-05 3" * 3 + b"\n", "binary=False"),
+    "glove.txt": (b"the" + b" 0.418 -0.25" * 10 + b"\nof 1", "no_header=True"),
+    "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    "empty.npy": (b"", "is empty: it has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_people_bring(name, tmp_path):
+    """Are known by their content, and it is said how to make a matrix of them."""
+    content, message = FORMATS[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_embeddings(tmp_path / name)
 
 
 COMMIT = "0" * 40

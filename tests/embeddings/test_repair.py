@@ -4,16 +4,19 @@ import json
 import re
 import shlex
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import token_models
 from coupled_adam.cli import main
-from coupled_adam.embeddings.repair import dead_rows, healthy_rows, repair_model
+from coupled_adam.embeddings import EmbeddingMatrix
+from coupled_adam.embeddings.repair import dead_rows, healthy_rows, padding_row, repair_model
 from coupled_adam.errors import UsageError
 
 V, H = 90, 8
@@ -114,6 +117,7 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
         (gpt2, "there", False, "exists: the repaired model is written to a new folder"),
         (tmp_path / "E.safetensors", "out", False, "E.safetensors cannot be repaired: it must be"),
         (tmp_path / "E.npy", "o.npy", True, "--recenter would change its predictions"),
+        (tmp_path / "E.npy", "o.pt", False, "o.pt must end in .npy, as"),
     ):
         with pytest.raises(UsageError, match=message):
             repair_model(source, tmp_path / out, recenter=recenter)
@@ -155,6 +159,40 @@ def test_a_bare_matrix(tmp_path, capsys):
     assert np.isnan(np.load(path)[8]).all()
     assert main(arguments) == 2
     assert f"--out {out} exists" in capsys.readouterr().err
+
+
+def test_links_out_of_the_folder_are_not_followed(gpt2, tmp_path):
+    """A model may be somebody else's, and its repaired copy may be published."""
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "more").write_text("key")
+    (gpt2 / "leak.txt").symlink_to(tmp_path / "secret")
+    (gpt2 / "folder").symlink_to(tmp_path / "secrets")
+    (gpt2 / "alias.txt").symlink_to("notes.txt")
+    (gpt2 / "1_Pooling").mkdir()
+    (gpt2 / "1_Pooling" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="leak.txt is a link out of the model's folder"):
+        repair_model(gpt2, tmp_path / "out")
+    written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert {"notes.txt", "alias.txt", "1_Pooling/config.json"} <= written
+    assert not {"leak.txt", "folder", "folder/more"} & written
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+def test_the_padding_of_a_part_for_text_may_be_zero():
+    matrix = torch.ones(9, 2)
+    for config in ({"pad_token_id": 3}, {"text_config": {"pad_token_id": 3}}):
+        assert padding_row(EmbeddingMatrix(matrix, "input", "", config)) == 3
+    assert padding_row(EmbeddingMatrix(matrix, "input", "", {"pad_token_id": -1})) is None
+
+
+def test_a_full_disk_is_one_line(gpt2, tmp_path, capsys, monkeypatch):
+    message = "Error while serializing: I/O error: No space left on device (os error 28)"
+    full = Mock(side_effect=SafetensorError(message))
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    assert main(["repair", str(gpt2), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"gpt2"}
 
 
 def advised(sentences):

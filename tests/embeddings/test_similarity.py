@@ -73,6 +73,35 @@ def test_malformed_lines(tmp_path, file, text, line):
     assert f"{tmp_path / file}, line {line}: " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pandas.csv", ",word1,word2,score\n0,tiger,cat,7.35\n1,book,paper,7.46\n"),
+        ("ids.tsv", "1\tBrazil\tn\tnut\tn\t1.1\n2\tmusic\tn\ttune\tn\t8.0\n"),
+        ("first.tsv", "7.35\ttiger\tcat\n7.46\tbook\tpaper\n"),
+    ],
+)
+def test_a_first_column_of_numbers_is_no_word(name, text, tmp_path):
+    """It would give pairs such as ("0", "tiger") with true ratings."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="the first column has a number in each line, such as"):
+        read_word_similarity(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("semicolons.csv", "New York;city;8\nrooster;voyage;0.04\n"),
+        ("quotes.csv", 'a,b,score\n"New York","city",8\n"rooster","voyage",0.04\n'),
+    ],
+)
+def test_other_dialects(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    (read,) = read_word_similarity(tmp_path / name).values()
+    assert read.pairs == (("New York", "city"), ("rooster", "voyage"))
+    assert read.ratings == (8.0, 0.04)
+
+
 def test_what_is_no_set(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match=r"MEN_dataset_lemma_form_full, rw\.txt, SimLex-999"):

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_counts
+from coupled_adam.embeddings.references import references, span
 from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
 from lab.browser import needs_browser, told_by
@@ -129,7 +130,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
         ("--counts", "one.npy"): "has the shape [], but must hold one number for each",
         ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
-        ("--counts", "missing.npy"): "No such file",
+        ("--counts", "missing.npy"): f"error: --counts {tmp_path}/missing.npy: not a .npy file",
         ("--tokens", "c.bin"): "token ids range from 448 to 448, but must be between 0 and 447",
         ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
         ("--tokens", "odd.bin"): "odd.bin is damaged, or does not hold uint16: it has 3 bytes",
@@ -161,25 +162,39 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
 
-def test_healthy_ranges(tmp_path, capsys, monkeypatch):
-    """Beside each measure, with sources; values outside are marked; it fits 80 columns."""
-    generator = np.random.default_rng(0)
-    centred = generator.normal(size=(500, 8)) / 100
-    np.save(tmp_path / "healthy.npy", centred - centred.mean(0))
-    np.save(tmp_path / "drifted.npy", centred + 1)
+def test_references_stand_beside_each_measure(tmp_path, capsys, monkeypatch):
+    """It fits 80 columns; --all names the references and their values."""
+    matrix = np.random.default_rng(0).normal(size=(500, 8)) / 100 + 1
+    np.save(tmp_path / "drifted.npy", matrix)
     page = tmp_path / "page.html"
     monkeypatch.setenv("COLUMNS", "80")
-    _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--html", page, "--all")
+    _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--html", page)
     assert max(map(len, shown.splitlines())) <= 80
-    (isotropy, *_) = (line for line in shown.splitlines() if "Iso" in line)
-    assert isotropy.split()[-2:] == ["≥", "0.8"]
-    assert "isotropy: 0.83 to 0.97 with Coupled Adam" in shown
-    assert "0.75 to 0.81" not in shown  # of a measure that needs counts
-    lines = [line for line in shown.splitlines() if line.startswith("effective rank")]
-    assert lines[0].split()[-1] == "higher"
-    assert "<em>1.0" in page.read_text()  # the relative mean norm
-    run(capsys, tmp_path / "healthy.npy", "--html", page, "--overwrite")
-    assert "<em>" not in page.read_text()
+    (ratio, *_) = (line for line in shown.splitlines() if "‖μ‖ʳ" in line)
+    assert ratio.endswith(span("mean_norm_ratio"))
+    assert "Relative mean norm 1.000 is above all 7 references" in " ".join(shown.split())
+    assert f"written: {page}" in shown
+    _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--all")
+    for reference in references():
+        assert reference.name in shown
+        assert reference.name.replace("'", "&#39;") in page.read_text()
+
+
+def test_what_a_page_and_a_map_show(gpt2, tmp_path, capsys):
+    """Neighbours and duplicates are on the page, too; names are short, and no path is in them."""
+    page, explore = tmp_path / "page.html", tmp_path / "map.html"
+    options = ["--neighbours", "#5", "--duplicates", "--html", page, "--explore", explore]
+    code, shown, err = run(capsys, gpt2, *options)
+    assert code == 0, err
+    for title in ("Nearest by cosine: gpt2, tied", "Duplicates: gpt2, tied"):
+        assert title in page.read_text()
+    for path in (page, explore):
+        assert f"written: {path}" in shown
+        assert "μ: their mean" in page.read_text()
+    text = explore.read_text()
+    assert 'type="search"' in text
+    assert "<h1>Tokens: gpt2, tied</h1>" in text
+    assert str(gpt2) not in text.partition("Plotly.newPlot(")[0]
 
 
 @pytest.mark.pixels

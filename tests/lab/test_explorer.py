@@ -46,12 +46,13 @@ def test_the_page_is_whole_and_harmless(page):
     text = (page / "page.html").read_text()
     assert len(text) < 8_000_000
     assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
+    assert "default-src 'none'" in text
     assert EVIL not in text
     assert "<b>&amp;" not in text
     # As plotly decodes it, it is shown as it is written.
     figure = text.rpartition("Plotly.newPlot(")[2]
     assert r"\u0026lt;\u002fscript\u0026gt;" in figure or r"&lt;\u002fscript&gt;" in figure
-    assert all(f"run, {role}" in figure for role in ("input", "output"))
+    assert all(f"<h2>run, {role}</h2>" in text for role in ("input", "output"))
 
 
 def test_a_sample_has_no_dead_rows(tmp_path):
@@ -98,8 +99,14 @@ def test_the_map_is_drawn(page, tmp_path):
     probe = """<script>
 const found = {};
 new Promise((done) => setTimeout(done, 3000)).then(() => {
-  const map = document.querySelector(".js-plotly-plot");
-  found.points = map._fullData.reduce((sum, trace) => sum + trace._length, 0);
+  const maps = [...document.querySelectorAll(".js-plotly-plot")];
+  found.points = maps.reduce((sum, map) => sum + map._fullData[0]._length, 0);
+  found.wide = document.documentElement.scrollWidth > innerWidth;
+  const field = document.getElementById("search");
+  field.value = maps[0].data[0].hovertext[5].slice(0, 3);
+  field.dispatchEvent(new Event("input"));
+  found.hits = document.getElementById("hits").textContent;
+  found.selected = maps[0].data[0].selectedpoints.includes(5);
   const resources = performance.getEntriesByType("resource");
   found.fetched = resources.filter((entry) => /^(http|file)/.test(entry.name)).length;
 }).catch((error) => { found.error = String(error); })
@@ -110,10 +117,13 @@ new Promise((done) => setTimeout(done, 3000)).then(() => {
     file.write_text(before + probe + after)
     command = ["chromium", "--headless", "--no-sandbox", "--disable-dev-shm-usage"]
     command += ["--enable-unsafe-swiftshader", "--use-angle=swiftshader"]
-    command += ["--dump-dom", "--virtual-time-budget=20000"]
+    command += ["--window-size=400,900", "--dump-dom", "--virtual-time-budget=20000"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
     dump = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
     found = json.loads(html.unescape(dump.partition("<title>")[2].partition("</title>")[0]))
     assert "error" not in found, found["error"]
     assert found["fetched"] == 0
+    assert not found["wide"]
+    assert found["selected"]
+    assert re.fullmatch(r"[1-9]\d* tokens", found["hits"])
     assert found["points"] == sum(len(entry.matrix) for entry in load_embeddings(page / "run"))

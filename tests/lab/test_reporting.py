@@ -274,7 +274,7 @@ def test_report(comparison):
         ]
         mean = np.mean([run["embeddings"][name] for run in found[:3]])
         assert float(rows[0][f"{name}_mean"]) == pytest.approx(mean)
-    for header in ("Iso at unit norm", "Iso centred, at unit norm", "ρ as published"):
+    for header in ("Iso at unit norm", "Iso centered, at unit norm", "ρ as published"):
         assert header in page
         assert header not in (out / "table.md").read_text()
     with (out / "runs.csv").open() as file:

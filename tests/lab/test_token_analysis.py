@@ -98,17 +98,25 @@ def test_duplicates(tmp_path, capsys):
     matrix[20] = matrix[10]
     matrix[40] = 3 * matrix[30]
     matrix[60] = matrix[50] + 0.01
+    matrix[[71, 72]] = matrix[10]  # four rows that are the same are one group
     matrix[70] = 0
     np.save(tmp_path / "m.npy", matrix)
     found = json.loads(run(capsys, tmp_path / "m.npy", "--duplicates", "--json"))["duplicates"]
-    pairs = [([token["id"] for token in pair["tokens"]], pair["identical"]) for pair in found]
-    assert pairs == [([10, 20], True), ([30, 40], False), ([50, 60], False)]
+    groups = [([token["id"] for token in group["tokens"]], group["identical"]) for group in found]
+    assert groups == [([10, 20, 71, 72], True), ([30, 40], False), ([50, 60], False)]
     units = matrix[[50, 60]] / np.linalg.norm(matrix[[50, 60]], axis=1, keepdims=True)
     assert found[2]["cosine"] == pytest.approx(units[0] @ units[1], abs=1e-5)
     shown = run(capsys, tmp_path / "m.npy", "--duplicates", "--show", 1)
-    assert "3 pairs with a cosine of at least 0.99, of which 1 are identical" in shown
+    shown = " ".join(shown.split())
+    assert (
+        "8 rows have another with a cosine of 0.99 or more, in 3 groups; 4 are identical" in shown
+    )
     assert "#20" in shown
     assert "#40" not in shown
+    np.save(tmp_path / "m.npy", np.eye(30))
+    shown = run(capsys, tmp_path / "m.npy", "--duplicates")
+    assert "no two rows have a cosine of 0.99 or more" in shown
+    assert "ids and tokens" not in shown
 
 
 def test_rows_that_are_dead(gpt2, capsys):
@@ -120,7 +128,9 @@ def test_rows_that_are_dead(gpt2, capsys):
     assert found["dead_rows"] == [7, 9]
     said = found["diagnosis"][0]
     assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
-    assert f"coupled-adam repair {gpt2} --out NEW gives them healthy values" in said
+    assert (
+        f"coupled-adam repair {gpt2} --out NEW gives them values like those of the others" in said
+    )
 
 
 def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, capsys):
@@ -141,6 +151,7 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours", "--neighbours needs tokens, such as"),
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a token of this model"),
         ("gpt2 --neighbours '#999'", "'#999' is not a token of this model"),
+        ("bare --neighbours king", "'king' cannot be found without a tokenizer: pass one with"),
         ("no-model --export m.csv", "--export m.csv must end in .parquet"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),

@@ -1,5 +1,6 @@
 """Whatever the format, the same documents; whatever is wrong, one line that says so."""
 
+import bz2
 import csv
 import gzip
 import io
@@ -22,6 +23,7 @@ else:
     from backports import zstd
 
 COMPRESSIONS = {
+    ".bz2": bz2.compress,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
     ".zst": zstd.compress,
@@ -39,10 +41,10 @@ def json_lines(texts, column="text"):
     return "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts))
 
 
-def csv_file(texts):
+def csv_file(texts, delimiter=","):
     """With quotes, commas and line breaks inside of the texts."""
     table = io.StringIO()
-    csv.writer(table).writerows([("id", "text"), *enumerate(texts)])
+    csv.writer(table, delimiter=delimiter).writerows([("id", "text"), *enumerate(texts)])
     return table.getvalue().encode()
 
 
@@ -72,6 +74,10 @@ def test_every_format_gives_the_same_documents(texts, tmp_path):
         "a.jsonl": lines,
         "lines.json": lines,
         "a.csv": csv_file(texts),
+        "a.ndjson": lines,
+        "A.JSONL": lines,
+        "A.CSV.GZ": gzip.compress(csv_file(texts)),
+        "a.tsv": csv_file(texts, "\t"),
         "a.csv.gz": gzip.compress(csv_file(texts)),
         **{f"a.txt{ending}": pack(plain) for ending, pack in COMPRESSIONS.items()},
         **{f"a.jsonl{ending}": pack(lines) for ending, pack in COMPRESSIONS.items()},
@@ -105,7 +111,11 @@ def test_folders(texts, tmp_path):
     (folder / "b.txt").write_text("second")
     (folder / "deep" / "c.md").write_text("third")
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"first"))
-    assert [*documents(folder)] == ["first", "second", "third"]
+    (folder / "README.md").write_text("about them")
+    (folder / "C.TXT").write_text("upper case")
+    (folder / "part-00000").write_text("without an ending")
+    with pytest.warns(UserWarning, match="3 of 7 files are not read"):
+        assert [*documents(folder)] == ["upper case", "first", "second", "third"]
     (folder / "d.jsonl").write_text(json_lines(texts))
     with pytest.raises(UsageError, match=r"there are .jsonl, .md, .txt"):
         [*documents(folder)]
@@ -130,9 +140,13 @@ UNREADABLE = {
     "null.jsonl": (b'{"text": null}\n', "there is no text in it"),
     "latin1.txt": (b"caf\xe9 " * 100, "can't decode byte 0xe9"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "line 2 is not JSON: Expecting value"),
-    "array.json": (b'[{"text": "a"}, {"text": "b"}]', "line 1 is not a JSON object, but"),
+    "array.json": (
+        b'[{"text": "a"}, {"text": "b"}]',
+        "it is a JSON array: write an object in each line",
+    ),
     "number.jsonl": (b'{"text": "a"}\n{"text": 17}\n', "'text' is not text in each row, but '17'"),
     "near.jsonl": (b'{"texts": "a", "id": 1}\n', "column='text' is not .*: did you mean texts?"),
+    "twice.csv": (b"text,label,text\nhello,1,other\n", "names the column 'text' twice"),
     "far.csv": (b"id,body\n1,a\n", "column='text' is not among its columns: there are id, body"),
     "broken.csv": (b'id,text\n1,"a\n2,b\n', "unexpected end of data"),
     "long.csv": (b"id,text\n1,a\n2,b, and c\n", "line 3 has not as many columns as the first"),

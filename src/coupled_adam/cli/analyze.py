@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs, Answer
     from coupled_adam.embeddings.changes import Comparison
     from coupled_adam.embeddings.undertrained import UndertrainedReport
+    from coupled_adam.rendering.tables import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +104,10 @@ def run(options: Options) -> None:
     analyses = [entry for of_model in by_model for entry in of_model]
     undertrained = _undertrained(options, analyses, folders, device)
     answers = _answers(options, analyses)
+    tables = [answer.table for answer in answers]  # for the page, which names more tokens itself
     if options.undertrained:
-        tables = [entry.table(options.show) for entry in undertrained]
         answers = [
-            *(analysis.Answer(e.analysis, e.numbers, t) for e, t in zip(undertrained, tables)),
+            *(analysis.Answer(e.analysis, e.numbers, e.table(options.show)) for e in undertrained),
             *answers,
         ]
     comparisons = []
@@ -114,10 +115,12 @@ def run(options: Options) -> None:
         with working("what changed"):
             comparisons = compare_analyses(*by_model)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
-    files = _files(options, analyses, undertrained, comparisons)
+    files = _files(options, analyses, undertrained, comparisons, tables)
+    written = []
     try:
         for path, content in files:
             write_file(path, content)
+            written.append(path)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
@@ -128,9 +131,13 @@ def run(options: Options) -> None:
             for entry, sentences in zip(analyses, diagnosed):
                 show(f"{entry.label}: {' '.join(sentences)}")
             show(analysis_tables.analyses_table(analyses, options.all))
+            if options.all:
+                show(analysis_tables.references_table())
             changed = [comparison.table(options.show) for comparison in comparisons]
             for table in (*(answer.table for answer in answers), *changed):
                 show(table)
+            for path in written:
+                show(f"written: {path}")
 
 
 def _undertrained(
@@ -178,6 +185,7 @@ def _files(
     analyses: Sequence[Analysis],
     undertrained: Sequence[UndertrainedReport],
     comparisons: Sequence[Comparison],
+    tables: Sequence[Table],
 ) -> list[tuple[Path, str | bytes]]:
     """The name and the content of each file that is asked for."""
     files: list[tuple[Path, str | bytes]] = []
@@ -185,7 +193,7 @@ def _files(
         from coupled_adam.embeddings.analysis_page import analyses_page
 
         listed = undertrained if options.undertrained else []
-        files.append((options.html, analyses_page(analyses, listed)))
+        files.append((options.html, analyses_page(analyses, listed, tables)))
     if options.export is not None or options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page, export
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import checked, meanings
+from coupled_adam.fields import checked, meanings, sections
 
 _KEYS = """\
 Any key of the recipe is an option, too: --training.lr 1e-3. --arms.lean.lr_factor 8 sets an option
@@ -27,11 +27,29 @@ class Parser(argparse.ArgumentParser):
     """Raises its errors instead of printing the usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError, with the option that is most like an unknown one."""
-        unknown = re.match(r"unrecognized arguments: ([^ =]+)", message)
-        options = [*self._option_string_actions]
-        near = difflib.get_close_matches(unknown[1], options, n=1) if unknown else []
-        raise UsageError(f"{message}; did you mean {near[0]}?" if near else message)
+        """Raise a UsageError, with the option that was meant in place of an unknown one."""
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        hint = self._meant(unknown[1]) if unknown else ""
+        raise UsageError(f"{message}; did you mean {hint}?" if hint else message)
+
+    def _meant(self, word: str) -> str:
+        """An option that is near to an unknown word, or a key of the recipe; empty if none is."""
+        name, _, value = word.partition("=")
+        if value and not word.startswith("-"):
+            return f"--{name} {value}"
+        # Without the dashes, which make short names alike that are not.
+        names = [option.lstrip("-") for option in self._option_string_actions]
+        if self.epilog == _KEYS:
+            from coupled_adam.lab.recipe import Recipe
+
+            parts = sections(Recipe).items()
+            keys = [f"{part}.{field.name}" for part, c in parts for field in dataclasses.fields(c)]
+            names += [key for key in keys if key not in names]
+            exact = [key for key in keys if key.partition(".")[2] == name.lstrip("-")]
+            if exact:
+                return f"--{exact[0]}"
+        near = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.65)
+        return f"--{near[0]}" if near else ""
 
 
 def parsed(command: ModuleType, words: Sequence[str]) -> Any:
@@ -40,7 +58,13 @@ def parsed(command: ModuleType, words: Sequence[str]) -> Any:
     keys = {key: values.pop(key) for key in [*values] if "." in key}
     if keys:
         values["keys"] = keys
-    return checked(command.Options, values, shown=_typed)
+    try:
+        return checked(command.Options, values, shown=_typed)
+    except UsageError as error:
+        if listed := re.match(r"(--\S+) ([\d.]+(?:,[\d.]+)+): ", str(error)):
+            typed = f"{listed[1]} {listed[2].replace(',', ' ')}"
+            raise UsageError(f"{error}; separate several by spaces: {typed}") from None
+        raise
 
 
 def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:

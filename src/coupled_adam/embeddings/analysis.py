@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import similarity
-from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask, alive_rows
+from coupled_adam.embeddings.geometry import Array, Mask, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
@@ -57,9 +56,15 @@ class Analysis:
     padding_rows: int | None  # rows that belong to no token; None without a tokenizer
     counts: NDArray[Any] | None  # unigram counts [V]
     keep: Mask | None  # the rows that were measured, [V]; None if all were
-    dead: list[int]  # the rows that are zero or not finite, which are never measured
+    norms: Array  # [V], of all rows; NaN for those that are not finite
     inputs: AnalysisInputs
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def dead(self) -> list[int]:
+        """The rows that are zero or not finite, which are never measured."""
+        dead: list[int] = np.flatnonzero(~(self.norms > 0)).tolist()
+        return dead
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -69,12 +74,17 @@ class Analysis:
     @property
     def label(self) -> str:
         """The model's name, and the role of the matrix."""
-        name = Path(self.model).name or self.model
-        return name if self.embeddings.role == "embeddings" else f"{name}, {self.embeddings.role}"
+        name, entry = Path(self.model).name or Path(self.model).resolve().name, self.embeddings
+        side = entry.side if entry.role == "input" else ""
+        return (
+            name
+            if entry.role == "embeddings"
+            else f"{name}, {side} {entry.role}".replace("  ", " ")
+        )
 
     @functools.cached_property
     def diagnosis(self) -> list[str]:
-        """Whether the embeddings are healthy, and what to do next, in sentences."""
+        """Where the measures lie, what that means, and what to do next, in sentences."""
         from coupled_adam.embeddings.repair import can_recenter, can_repair, padding_row
 
         entry, path = self.embeddings, Path(self.model)
@@ -92,8 +102,13 @@ class Analysis:
                 repair = f"{command} {out}"
             if can_recenter(entry.config, entry.role):
                 recenter = f"{command} --recenter {out}"
-        names = [self.vocabulary.name(row) for row in self.dead]
-        return diagnose(self.report, names, repair, recenter)
+        return self.report.sentences(
+            role=entry.role,
+            dead=[self.vocabulary.name(row) for row in self.dead],
+            left_out=entry.left_out,
+            repair=repair,
+            recenter=recenter,
+        )
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -115,6 +130,7 @@ class Analysis:
         return {
             "diagnosis": self.diagnosis,
             **self.matrix,
+            "left_out": [*self.embeddings.left_out],
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
             "dead_rows": self.dead,
@@ -164,13 +180,13 @@ def analyze_model(
     analyses = []
     for entry in matrices:
         token_ids = None if tokenizer is None else similarity.single_tokens(tokenizer)
+        is_token = None
+        if tokenizer is not None:
+            is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
         with refused(f"{model}: "):
-            is_token = None
-            if tokenizer is not None:
-                is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
             counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix))
-            alive = alive_rows(entry.matrix)
-            keep = _measured(alive, is_token, counts, exclude)
+            norms = finite_rows(entry.matrix)[1]
+            keep = _measured(norms > 0, is_token, counts, exclude)
             with status(f"measuring {Path(model).name}, {entry.role}"):
                 report = analyze(
                     entry.matrix.to(device),
@@ -180,9 +196,8 @@ def analyze_model(
                     keep=keep,
                 )
         padding = None if is_token is None else int((~is_token).sum())
-        dead = np.flatnonzero(~alive).tolist()
         analyses.append(
-            Analysis(model, entry, report, padding, counts, keep, dead, inputs, tokenizer)
+            Analysis(model, entry, report, padding, counts, keep, norms, inputs, tokenizer)
         )
     return analyses
 
@@ -245,24 +260,34 @@ def _counts(
     is_token: Mask | None,
     rows: int,
 ) -> NDArray[Any] | None:
-    """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
+    """How often each token occurs, [rows], from what is named or from a run's folder."""
     if inputs.text is not None:
         assert tokenizer is not None
         return _counted("--text", token_pieces(inputs.text, tokenizer), rows)
     if inputs.tokens:
-        with refused("--tokens ", UsageError):
-            tokens = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
-        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
-        return _counted("--tokens", pieces, rows)
-    path = inputs.counts or Path(model) / COUNTS
-    if inputs.counts is None and not path.exists():
-        return None
+        return _of_token_files(inputs.tokens, inputs.token_dtype, rows)
+    if inputs.counts is not None:
+        with refused("--counts "):
+            return _of_file(inputs.counts, is_token, rows)
+    of_run = Path(model) / COUNTS
+    return _of_file(of_run, is_token, rows) if of_run.exists() else None
+
+
+def _of_token_files(paths: Sequence[Path], dtype: str | None, rows: int) -> NDArray[np.int64]:
+    with refused("--tokens ", UsageError):
+        tokens = Tokens([token_file(path, rows, dtype) for path in paths])
+    pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
+    return _counted("--tokens", pieces, rows)
+
+
+def _of_file(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
+    """Counts in a ``.npy`` file; 0 for padding beyond them."""
     counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing = rows - counts.size
     is_padding = is_token is not None and not is_token[counts.size :].any()
     if counts.ndim != 1 or missing < 0 or (missing > 0 and not is_padding):
-        raise UsageError(
+        raise ValueError(
             f"{path} has the shape {list(counts.shape)}, but must hold one number for each of the "
             f"{rows} rows of the embeddings; only padding at their end may be left out, where a "
             "tokenizer tells which rows are padding"

@@ -7,31 +7,36 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coupled_adam.embeddings import pictures, row_norms
+from coupled_adam.embeddings import pictures
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.analysis_tables import analyses_table
+from coupled_adam.embeddings.analysis_tables import analyses_table, references_table
 from coupled_adam.embeddings.measures import MEASURES, small_print
 from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single
+from coupled_adam.rendering.tables import Table
 
 _TOKENS = 200  # that a page names; a map has all
 
 
 def analyses_page(
-    analyses: Sequence[Analysis], undertrained: Sequence[UndertrainedReport] = ()
+    analyses: Sequence[Analysis],
+    undertrained: Sequence[UndertrainedReport] = (),
+    tables: Sequence[Table] = (),
 ) -> str:
     """The diagnosis, the first measures, the pictures, and all measures as one page of HTML.
 
-    If the under-trained tokens of each matrix are given, they are named, too.
+    If the under-trained tokens of each matrix are given, they are named, too; so is what the other
+    tables say of tokens.
     """
     labels = [analysis.label for analysis in analyses]
     values = {
         "title": f"Embeddings: {', '.join(labels)}",
         "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
-        "tokens": [named.table(_TOKENS) for named in undertrained],
+        "tokens": [*(named.table(_TOKENS) for named in undertrained), *tables],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, all_measures=True),
+        "references": references_table(),
         "explanation": small_print(MEASURES.values()),
     }
     drawn = analyses_pictures(analyses)
@@ -70,7 +75,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
 
         return draw
 
-    norms = [row_norms(matrix) for matrix in matrices]
+    norms = [_measured(analysis.norms, analysis) for analysis in analyses]
     spectra = [np.array(analysis.report.singular_values) for analysis in analyses]
     drawn = [
         Picture(clouds, caption),

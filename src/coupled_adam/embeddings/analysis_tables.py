@@ -7,21 +7,21 @@ from typing import Any
 from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
+from coupled_adam.embeddings.references import references, span
 from coupled_adam.rendering.tables import Cell, Table
 
 Row = list[str | Cell]
-"""A label, a symbol, a value for each matrix, and the healthy range."""
+"""A label, a symbol, a value for each matrix, and the range of the references."""
 
 
 def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
     """A table with a column for each matrix, and a row for each of the first measures.
 
     Or for all measures, also with the mean removed, and with the mean and the top principal
-    directions removed, and below it the sources of the healthy ranges.
+    directions removed.
     """
     reports = [analysis.report for analysis in analyses]
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
-    notes: list[str] = []
     if all_measures:
         rows += _word_similarity_rows(reports)
         for title, variants in (
@@ -30,11 +30,22 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
-        shown = {row[0] for row in rows}
-        ranges = [(m.label, m.healthy.source) for m in MEASURES.values() if m.healthy]
-        notes = ["Healthy:", *(f"{label}: {source}." for label, source in ranges if label in shown)]
     labels = [analysis.label for analysis in analyses]
-    return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
+    return Table(["", "", *labels, "references"], rows, "", left=(0, 1, len(labels) + 2))
+
+
+def references_table() -> Table:
+    """The measures of the references: medians, and what there is of which sizes."""
+    rows: list[Row | str] = [
+        ["matrices", "", *(str(reference.matrices) for reference in references())],
+        ["V x H", "", *(reference.sizes for reference in references())],
+    ]
+    for measure in MEASURES.values():
+        values = [reference.of(measure.key) for reference in references()]
+        if any(value is not None for value in values):
+            rows.append([measure.label, measure.symbol, *map(measure.text, values)])
+    names = [reference.name for reference in references()]
+    return Table(["", "", *names], rows, "References, medians", left=(0, 1))
 
 
 def measure_rows(
@@ -46,7 +57,7 @@ def measure_rows(
     """A row for each measure, or for each of the first, that one of some reports or dicts has.
 
     Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
-    say nothing once it is removed, and no healthy ranges.
+    say nothing once it is removed, and no references.
     """
     rows: list[Row] = []
     for measure in MEASURES.values():
@@ -55,9 +66,8 @@ def measure_rows(
         # Without its mean or top directions a matrix has zeros that mean nothing.
         if not shown or not any(value is not None if as_is else value for value in values):
             continue
-        outside = [as_is and not measure.is_healthy(value) for value in values]
-        cells = [Cell(measure.text(value), outside=o) for value, o in zip(values, outside)]
-        rows.append([measure.label, measure.symbol, *cells, measure.wanted if as_is else ""])
+        texts = map(measure.text, values)
+        rows.append([measure.label, measure.symbol, *texts, span(measure.key) if as_is else ""])
     return rows
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.analysis import Analysis
@@ -76,33 +77,43 @@ def compare(
     usable = np.flatnonzero(np.isfinite(norms[0] + norms[1]))
     if not len(usable):
         raise ValueError("the two matrices have no finite rows of the same tokens")
-    first_rows, second_rows = rows[0][usable], rows[1][usable]
-    # The means, and the norms of A^T A and B^T B with these removed.
-    means, grams = [], []
-    for matrix, used in ((first, first_rows), (second, second_rows)):
-        keep = np.isin(np.arange(len(matrix)), used)
-        mean = geometry.mean_and_norms(matrix, keep)[0]
-        means.append(mean.cpu())
-        grams.append(float(geometry.gram(matrix, mean, keep).norm()))
-    if 0 in grams:
+    before, after = (first, rows[0][usable]), (second, rows[1][usable])
+    means, squares = zip(*(_mean_and_square(*side) for side in (before, after)))
+    if 0 in squares:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
-    widths = first.shape[1], second.shape[1]
-    same_width = widths[0] == widths[1]
-    cross = torch.zeros(widths, dtype=torch.float64)  # B^T A
+    cross, of_usable = _products(before, after, means)
+    cka = float(cross.norm()) ** 2 / math.prod(squares)
+    if of_usable is None:
+        return Changes(None, ratios, cka, None)
     cosines = np.full(len(ratios), np.nan)
-    for chunk in geometry.row_slices(len(usable), max(widths)):
+    cosines[usable] = of_usable
+    shift = float((means[1] - means[0]).norm()) / float(norms[0][usable].mean())
+    return Changes(cosines, ratios, cka, shift)
+
+
+def _mean_and_square(matrix: Embeddings, rows: Rows) -> tuple[Tensor, float]:
+    """The mean [H] of some rows, and the norm of A^T A with it removed."""
+    keep = np.isin(np.arange(len(matrix)), rows)
+    mean = geometry.mean_and_norms(matrix, keep)[0]
+    return mean.cpu(), float(geometry.gram(matrix, mean, keep).norm())
+
+
+def _products(
+    before: tuple[Embeddings, Rows], after: tuple[Embeddings, Rows], means: Sequence[Tensor]
+) -> tuple[Tensor, Array | None]:
+    """B^T A [H, H'] with the means removed, and the cosine of each pair [n] if the widths agree."""
+    (first, first_rows), (second, second_rows) = before, after
+    widths = first.shape[1], second.shape[1]
+    cross = torch.zeros(widths, dtype=torch.float64)
+    cosines = np.empty(len(first_rows)) if widths[0] == widths[1] else None
+    for chunk in geometry.row_slices(len(first_rows), max(widths)):
         a = geometry.as_float64(first[first_rows[chunk]]).cpu()
         b = geometry.as_float64(second[second_rows[chunk]]).cpu()
         cross.addmm_((a - means[0]).T, b - means[1])
-        if same_width:
+        if cosines is not None:
             scale = a.norm(dim=1) * b.norm(dim=1)
-            found = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
-            cosines[usable[chunk]] = found.numpy()
-    cka = float(cross.norm()) ** 2 / math.prod(grams)
-    if not same_width:
-        return Changes(None, ratios, cka, None)
-    shift = float((means[1] - means[0]).norm()) / float(norms[0][usable].mean())
-    return Changes(cosines, ratios, cka, shift)
+            cosines[chunk] = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan).numpy()
+    return cross, cosines
 
 
 @dataclasses.dataclass(frozen=True)

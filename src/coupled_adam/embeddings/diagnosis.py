@@ -1,130 +1,139 @@
-"""What the measures of a matrix say about its health, in sentences, and what to do next."""
-
-from __future__ import annotations
+"""What the measures of a matrix say, for which use, and what does not follow: in sentences."""
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from coupled_adam.embeddings.measures import MEASURES, Measures
-
-if TYPE_CHECKING:
-    from coupled_adam.embeddings.report import EmbeddingReport
+from coupled_adam.embeddings.references import place
 
 _NAMED = 5  # dead rows
-_ISO = MEASURES["isotropy"]
-_CORRELATIONS = ("norm_frequency_correlation", "mean_frequency_correlation")
+_PLACED = ("mean_norm_ratio", "iso_score", "norm_frequency_correlation")
+NO_VERDICT = (
+    "None of this says that a model is better or worse: in our runs AdamW with betas 0 and 0.999 "
+    "and LEAN reach the same loss, with relative mean norms of 0.25 and below 0.001."
+)
 
 
 def diagnose(
-    report: EmbeddingReport, dead: Sequence[str] = (), repair: str = "", recenter: str = ""
+    measures: Measures,
+    centered: Measures,
+    size: tuple[int, int],
+    counted: int,
+    *,
+    role: str = "embeddings",
+    dead: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+    repair: str = "",
+    recenter: str = "",
 ) -> list[str]:
-    """Whether the embeddings are healthy, which measures say so, and what to do next.
+    """Where the measures lie among the references, what that means, and what does not follow.
 
-    ``dead`` are the names of the rows that are zero or not finite; ``repair`` gives these new
-    values, and ``recenter`` removes the mean: commands, which are empty where they would be
-    refused.
+    Args:
+        measures: those of the matrix as it is.
+        centered: those with the mean removed.
+        size: how many rows were measured, and H.
+        counted: how many of them occur, if counts are known.
+        role: as in :class:`EmbeddingMatrix`.
+        dead: the names of the rows that are zero or not finite.
+        left_out: what else may be embeddings, as in :class:`EmbeddingMatrix`.
+        repair: the command that gives dead rows new values; empty where it would be refused.
+        recenter: the command that removes the mean; empty where it would be refused.
     """
-    rows = report.vocab_size - report.excluded_rows
-    limited = {
-        key: value
-        for key, measure in MEASURES.items()
-        if measure.healthy
-        and (measure.healthy.low, measure.healthy.high) != (None, None)
-        and (value := measure.of(report)) is not None
-    }
-    outside = {key for key, value in limited.items() if not MEASURES[key].is_healthy(value)}
+    (rows, columns), ratio = size, measures.mean_norm_ratio or 0.0
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
-    chance, ratio = 1 / math.sqrt(rows), report.mean_norm_ratio
-    # A scale is no disease, and nor is chance; the sentences below say what the values are due to.
-    excuses = {
-        "isotropy": _ISO.is_healthy(report.isotropy_unit),
-        "mean_norm_ratio": (ratio or 0) <= 1.5 * chance,
-        **{
-            key: not _is_significant(limited.get(key), rows - (report.unseen_tokens or 0))
-            for key in _CORRELATIONS
-        },
-    }
-    excused = {key for key, is_excused in excuses.items() if is_excused and key in outside}
-    # Those that are outside say what is wrong; if none is, all of them say that nothing is.
-    wrong = outside - excused
-    said = ", ".join(
-        f"{MEASURES[key].label} {MEASURES[key].text(value)} (healthy: {MEASURES[key].healthy})"
-        for key, value in limited.items()
-        if key in (wrong or limited.keys() - excused)
-    )
-    along = limited.get("mean_frequency_correlation", 0)
+    chance = 1 / math.sqrt(rows)
+    is_shifted = ratio > 1.5 * chance
+    norms = _significant(measures.norm_frequency_correlation, counted)
+    along = _significant(measures.mean_frequency_correlation, counted)
     rules = [
         (bool(dead), _dead(dead, repair)),
-        (True, f"The embeddings are {'not healthy' if wrong else 'healthy'}: {said}."),
-        ("isotropy" in outside, _low_isotropy(report, report.centered, (rows, report.hidden_size))),
+        (bool(left_out), f"Not measured: {'; '.join(left_out)}."),
+        (True, _placed(measures)),
         (
-            "mean_norm_ratio" in excused,
-            f"A relative mean norm of {MEASURES['mean_norm_ratio'].text(ratio)} is what chance "
-            f"gives to so few rows: about 1 / √{rows} = {chance:.2f}.",
+            True,
+            "Isotropy falls exponentially with the norms: it is "
+            f"{_text('isotropy', measures)}, at unit mean norm "
+            f"{_text('isotropy_unit', measures)}, with the mean removed "
+            f"{_text('isotropy', centered)}, and with both {_text('isotropy_unit', centered)}.",
         ),
         (
-            "mean_norm_ratio" in wrong and bool(recenter),
-            f"To remove the mean of a trained model's output embeddings: {recenter}.",
+            rows < columns,
+            f"{rows} rows cannot use all of {columns} directions.",
         ),
         (
-            "mean_norm_ratio" in wrong,
-            "Training with Coupled Adam keeps the mean near the origin.",
+            chance / 1.5 < ratio <= 1.5 * chance,
+            f"A relative mean norm of {_text('mean_norm_ratio', measures)} is what chance gives to "
+            f"so many rows: about 1 / √{rows} = {chance:.2g}.",
         ),
         (
-            report.norm_frequency_correlation is None,
+            is_shifted,
+            "For cosine similarity and retrieval: two rows have a cosine of "
+            f"{_text('mean_cosine_similarity', measures)} on average, and of "
+            f"{_text('mean_cosine_similarity', centered)} with the mean removed.",
+        ),
+        (is_shifted and bool(recenter), f"To remove it, which changes no prediction: {recenter}."),
+        (
+            is_shifted and role == "output",
+            "For predictions: an untied softmax does not see the mean.",
+        ),
+        (
+            is_shifted and role == "tied",
+            "For predictions: the softmax does not see the mean, and at the input it is one vector "
+            "that all tokens share.",
+        ),
+        (
+            is_shifted and role == "input",
+            "At the input the mean is one vector that all tokens share.",
+        ),
+        (
+            is_shifted,
+            "For new tokens: a row near the origin, as a usual initialisation is, lies "
+            f"{_text('mean_norm', measures)} away from the mean of the others; begin there.",
+        ),
+        (
+            measures.norm_frequency_correlation is None,
             "Whether rare tokens differ from frequent ones is not known without their counts: add "
             "--text, --tokens or --counts.",
         ),
+        (norms < 0, "Rare tokens have longer rows than frequent ones."),
         (
-            "norm_frequency_correlation" in wrong,
-            "Rare tokens have longer rows than frequent ones.",
+            along < -0.5,
+            "Rare tokens lie further along the mean than frequent ones: --undertrained names those "
+            "that were hardly trained.",
         ),
-        (
-            "mean_frequency_correlation" in wrong and along < 0,
-            "Rare tokens have drifted along the mean: --undertrained names those that were hardly "
-            "trained.",
-        ),
-        (
-            "mean_frequency_correlation" in wrong and along > 0,
-            "Frequent tokens lie further along the mean than rare ones.",
-        ),
+        (along > 0.5, "Frequent tokens lie further along the mean than rare ones."),
+        (True, NO_VERDICT),
     ]
     return [sentence for applies, sentence in rules if applies]
 
 
-def _is_significant(correlation: float | None, pairs: int) -> bool:
-    """Whether a correlation differs from 0 at p = 0.001, by Fisher's transformation."""
+def _text(key: str, measures: Measures) -> str:
+    return MEASURES[key].text(MEASURES[key].of(measures))
+
+
+def _placed(measures: Measures) -> str:
+    """Where the measures that can be compared lie."""
+    values = [(MEASURES[key], MEASURES[key].of(measures)) for key in _PLACED]
+    phrases = [
+        f"{measure.label} {measure.text(value)} is {place(measure.key, value)}"
+        for measure, value in values
+        if value is not None
+    ]
+    sentence = "; ".join(phrases)
+    return sentence[:1].upper() + sentence[1:] + "."
+
+
+def _significant(correlation: float | None, pairs: int) -> float:
+    """A correlation; 0 if it does not differ from 0 at p = 0.001, by Fisher's transformation."""
     if correlation is None or pairs < 4:
-        return False
-    return math.atanh(min(abs(correlation), 1 - 1e-12)) * math.sqrt(pairs - 3) > 3.29
+        return 0.0
+    z = math.atanh(min(abs(correlation), 1 - 1e-12)) * math.sqrt(pairs - 3)
+    return correlation if z > 3.29 else 0.0
 
 
 def _dead(dead: Sequence[str], repair: str) -> str:
     """What is said of rows that are zero or not finite."""
     named = ", ".join(dead[:_NAMED]) + (", ..." if len(dead) > _NAMED else "")
     rows = "1 row is" if len(dead) == 1 else f"{len(dead)} rows are"
-    remedy = f": {repair} gives them healthy values" if repair else ""
+    remedy = f": {repair} gives them values like those of the others" if repair else ""
     return f"{rows} zero or not finite, and left out of all measures ({named}){remedy}."
-
-
-def _low_isotropy(measures: Measures, centered: Measures, size: tuple[int, int]) -> str:
-    """Why isotropy is low: the simplest of the causes that fits, as each has its own remedy."""
-    low, without_mean = _ISO.text(measures.isotropy), _ISO.text(centered.isotropy)
-    if _ISO.is_healthy(measures.isotropy_unit):
-        return (
-            f"Isotropy is {low} only because the rows are long: at unit mean norm it is "
-            f"{_ISO.text(measures.isotropy_unit)} (healthy: {_ISO.healthy})."
-        )
-    if _ISO.is_healthy(centered.isotropy):
-        return f"Only the mean is off: without it, isotropy is {without_mean}."
-    if _ISO.is_healthy(centered.isotropy_unit):
-        return (
-            f"Isotropy is {low} because of the mean and the length of the rows: without the mean "
-            f"it is {without_mean}, and at unit mean norm then {_ISO.text(centered.isotropy_unit)}."
-        )
-    few = f" {size[0]} rows cannot use all of {size[1]} directions." if size[0] <= size[1] else ""
-    return (
-        f"Removing the mean does not mend it (isotropy {without_mean}): the rows use few "
-        f"directions (IsoScore {MEASURES['iso_score'].text(measures.iso_score)}).{few}"
-    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
@@ -18,6 +19,7 @@ from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.undertrained import INDICATORS, UndertrainedReport
 from coupled_adam.errors import UsageError
+from coupled_adam.rendering.page import render
 
 if TYPE_CHECKING:
     import pandas
@@ -25,6 +27,14 @@ if TYPE_CHECKING:
 POINTS = 50_000
 """The most tokens on a page, over all matrices: it then has about 20 MB."""
 _HOVERED = 5  # neighbours that the map names
+_LEGEND = (
+    "‖e‖: the norm of the token's row. cos: the cosine to the mean of the rows that are known to "
+    "be unused. category: ok (some text contains the token), undecodable (not whole UTF-8), "
+    "unreachable (in no text), special, byte, or none (no token). count: how often it occurs. "
+    "like_unused: it cannot be told from unused rows. repeated: the model's probability of "
+    "repeating it. change: the cosine to its row before. nearest: its neighbours by cosine, with "
+    "the mean removed."
+)
 
 
 def check_installed(explore: bool, export: Path | None) -> None:
@@ -81,8 +91,8 @@ def export(matrices: Sequence[UndertrainedReport], comparisons: Sequence[Compari
 def explorer_page(
     matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison] = ()
 ) -> str:
-    """A map of the tokens as one page of HTML that loads nothing; hovering shows what is known."""
-    import plotly.express
+    """A map of the tokens as one page of HTML that loads nothing, with a field to search in it."""
+    from plotly.offline import get_plotlyjs
 
     frame = token_frame(matrices, comparisons, limit=POINTS)
     # plotly takes text for HTML.
@@ -90,25 +100,59 @@ def explorer_page(
     frame["nearest"] = [
         ", ".join(frame["name"][near["ids"][:_HOVERED]]) for near in frame["neighbors"]
     ]
-    frame["matrix"] = [html.escape(f"{m}, {r}") for m, r in zip(frame["model"], frame["role"])]
-    labels = {"x": "principal component 1", "y": "principal component 2"}
-    labels |= {str(name): label for name, label in INDICATORS.items()}
-    unseen = ("x", "y", "matrix", "token", "neighbors", "model", "name")
+    figures = []
+    for entry in matrices:
+        analysis = entry.analysis
+        is_here = (frame["model"] == _utf8(analysis.model)) & (
+            frame["tensor"] == _utf8(analysis.embeddings.tensor)
+        )
+        figures.append((analysis.label, Markup(_map(frame[is_here], entry.indicated.order_by))))
+    labels = [label for label, _ in figures]
+    shown = {entry.indicated.order_by for entry in matrices}
+    page = render(
+        "map.html",
+        {
+            "title": f"Tokens: {', '.join(labels)}",
+            "figures": figures,
+            "indicator": " or ".join(INDICATORS[name] for name in sorted(shown)),
+            "legend": _LEGEND,
+        },
+        [],
+        package="coupled_adam.embeddings",
+    )
+    return page.replace("<body>", f"<body>\n<script>{get_plotlyjs()}</script>", 1)
+
+
+def _map(frame: pandas.DataFrame, color: str) -> str:
+    """The points of one matrix, as a part of a page."""
+    import plotly.express
+
+    unseen = ("x", "y", "token", "tensor", "role", "neighbors", "model", "name")
     figure = plotly.express.scatter(
         frame,
         x="x",
         y="y",
-        color=matrices[0].indicated.order_by,
-        facet_col="matrix" if len(matrices) > 1 else None,
+        color=color,
         hover_name="name",
         hover_data={str(column): column not in unseen for column in frame.columns},
-        labels=labels,
-        title="Tokens, colored by how much they resemble unused ones (lower: more)",
+        labels={"x": "PC 1", "y": "PC 2"} | {str(n): label for n, label in INDICATORS.items()},
         render_mode="webgl",
         color_continuous_scale="Viridis",
     )
     figure.update_traces(marker={"size": 4})
-    page: str = figure.to_html(default_height="92vh")
+    # On any background, and in windows as narrow as a phone's.
+    figure.update_layout(
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"color": "#888"},
+        coloraxis_colorbar={"orientation": "h", "y": -0.15, "yanchor": "top", "thickness": 12},
+    )
+    grid = {"gridcolor": "rgba(128,128,128,.3)", "zerolinecolor": "#888", "automargin": True}
+    figure.update_xaxes(**grid)
+    figure.update_yaxes(**grid)
+    options = {"full_html": False, "include_plotlyjs": False, "default_height": "calc(100% - 4rem)"}
+    page: str = figure.to_html(config={"responsive": True, "displaylogo": False}, **options)
     return page
 
 
@@ -138,16 +182,20 @@ def _columns(
     entry: UndertrainedReport, comparisons: Sequence[Comparison], rows: NDArray[np.int64]
 ) -> dict[str, Any]:
     """What is known of some rows of a matrix."""
-    import pandas
-
     analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
 
+    def placed(values: NDArray[Any], of_rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Values that are known of some rows alone, and NaN for the others."""
+        column = np.full(len(vocabulary), np.nan, np.float32)
+        column[of_rows] = values
+        return column[rows]
+
     columns: dict[str, Any] = {
-        # UTF-8 cannot hold lone surrogates.
-        "model": analysis.model.encode("utf-8", "replace").decode(),
+        "model": _utf8(analysis.model),
         "role": analysis.embeddings.role,
+        "tensor": _utf8(analysis.embeddings.tensor),
         "id": rows,
-        "token": [vocabulary.texts[row].encode("utf-8", "replace").decode() for row in rows],
+        "token": [_utf8(vocabulary.texts[row]) for row in rows],
         "category": vocabulary.categories[rows],
         "like_unused": np.isin(rows, entry.indicated.alike),
     }
@@ -155,10 +203,13 @@ def _columns(
     if analysis.counts is not None:
         columns["count"] = analysis.counts[rows]
     if entry.verification is not None:
-        asked = pandas.Series(entry.verification.probabilities, entry.verification.rows)
-        columns["repeated"] = asked.reindex(rows).to_numpy(np.float32)
+        columns["repeated"] = placed(entry.verification.probabilities, entry.verification.rows)
     for comparison in comparisons:
         if comparison.after is analysis and comparison.changes.cosines is not None:
-            change = pandas.Series(comparison.changes.cosines, comparison.rows)
-            columns["change"] = change.reindex(rows).to_numpy(np.float32)
+            columns["change"] = placed(comparison.changes.cosines, comparison.rows)
     return columns
+
+
+def _utf8(text: str) -> str:
+    """A text without lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()

@@ -23,29 +23,6 @@ from coupled_adam.rendering.tables import fixed
 
 
 @dataclasses.dataclass(frozen=True)
-class Healthy:
-    """The range of a measure for healthy embeddings, its ends included.
-
-    Without any end there is no limit that would hold for matrices of any size.
-    """
-
-    source: str  # what the range is based on, a fragment of a sentence
-    low: float | None = None
-    high: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        low, high = self.low, self.high
-        if low is None:
-            return "" if high is None else f"≤ {high:g}"
-        if high is None:
-            return f"≥ {low:g}"
-        return f"0 ± {high:g}" if low == -high else f"{low:g} to {high:g}"
-
-
-@dataclasses.dataclass(frozen=True)
 class MeasureInputs:
     """What the measures are functions of; :func:`analyze` collects it in passes over the rows."""
 
@@ -74,13 +51,13 @@ class Measure:
     # It is not defined where this returns None or NaN; None if it is not measured of a matrix.
     function: Callable[[MeasureInputs], Any] | None
     meaning: str = ""  # what it says, a fragment of a sentence
-    healthy: Healthy | None = None  # for a matrix as it is; None if that cannot be said
     header: str = ""  # its name above a column
     of_the_mean: bool = False  # whether it says nothing once the mean is removed
     first: bool = False  # whether a report shows it without being asked for all measures
     column: bool = False  # whether the table of runs has a column for it, as the paper's tables
+    comparable: bool = False  # whether norms and sizes of matrices do not matter to it
     logged: bool = False  # whether it is logged in training, and recorded by the study
-    centred: str = ""  # the header of its value with the mean removed, if that is logged as well
+    centered: str = ""  # the header of its value with the mean removed, if that is logged as well
     path: tuple[str, ...] = ()  # where it is in a report or in an evaluation.json, as keys
 
     @property
@@ -96,24 +73,9 @@ class Measure:
             value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
         return value  # type: ignore[no-any-return]
 
-    def is_healthy(self, value: float | None) -> bool:
-        """Whether a value is in the healthy range, or cannot be judged."""
-        return value is None or self.healthy is None or value in self.healthy
-
-    @property
-    def wanted(self) -> str:
-        """The healthy range or, without limits, which values are better; else empty."""
-        return "" if self.healthy is None else str(self.healthy) or self.better or ""
-
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
-        if value is None:
-            return "–"
-        # A value outside of its healthy range must not be rounded into it.
-        digits = self.digits
-        while not self.is_healthy(value) and self.is_healthy(float(fixed(value, digits))):
-            digits += 1
-        return fixed(value, digits)
+        return "–" if value is None else fixed(value, self.digits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,19 +165,14 @@ def _correlation(values: Array | None, p: Array | None, floor: float | None = No
     return None if values is None or p is None else correlation_with_log(values, p, floor)
 
 
-_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
-_STUDY = "docs/study/usual-betas.md, 0.4M to 2.6M parameters"
-_ONE_RUN = "one run each of the recipe tiny"
-
 # In the order of the paper's Table 1, then as they are shown: key, label, symbol, digits, better,
-# function, meaning, healthy range.
+# function, meaning.
 # fmt: off
 _TABLE = [
     Measure(
         "isotropy", "isotropy", "Iso", 2, "higher", lambda rows: isotropy_of(rows.log_z),
         "isotropy, 0 to 1, for both signs of every eigenvector",
-        Healthy(f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8),
-        first=True, column=True, logged=True, centred="Iso centred",
+        first=True, column=True, logged=True, centered="Iso centered",
     ),
     Measure(
         "mean_norm", "mean norm", "‖μ‖", 3, "lower", lambda rows: rows.mean_norm,
@@ -225,72 +182,58 @@ _TABLE = [
         "mean_norm_ratio", "relative mean norm", "‖μ‖ʳ", 3, "lower",
         _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
         "that norm relative to the mean norm",
-        Healthy(f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05),
-        first=True, column=True, logged=True, of_the_mean=True,
+        first=True, column=True, comparable=True, logged=True, of_the_mean=True,
     ),
     Measure(
         "word_similarity", "word similarity, mean of the sets", "r̄", 1, "higher",
         lambda rows: rows.word_similarity,
         "the mean over the sets of r, which is 100 × the correlation of similarity with human "
         "ratings",
-        Healthy("57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"),
         first=True, column=True, path=("word_similarity", "mean"),
     ),
     Measure(
         "norm_frequency_correlation", "norm vs. log frequency", "ρ", 2, "higher",
         lambda rows: _correlation(rows.norms, rows.p),
         "correlation of norm and log frequency, over the tokens that occur",
-        Healthy(
-            f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY}); the limit is a "
-            "rough guide: rare tokens do not have longer rows than frequent ones", low=-0.1,
-        ),
-        first=True, column=True, logged=True,
+        first=True, column=True, comparable=True, logged=True,
     ),
     Measure(
         "condition", "condition, 100 σ_min/σ_max", "κ", 2, "higher",
         _of_length(lambda rows: 100 * rows.values[-1] / rows.values[0]),
         "100 × smallest / largest singular value",
-        Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
         first=True, column=True, logged=True,
     ),
     Measure(
         "mean_cosine_similarity", "mean cosine similarity", "cos", 3, "lower",
         lambda rows: rows.mean_cosine, "mean cosine over all pairs of rows",
-        Healthy(
-            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
-            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})", -0.05, 0.05,
-        ),
-        first=True, logged=True,
+        first=True, comparable=True, logged=True,
     ),
     Measure(
         "effective_rank", "effective rank", "", 1, "higher",
         _of_length(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
         "exponential of the entropy of the singular values (Roy & Vetterli 2007)",
-        Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
         first=True, logged=True,
     ),
     Measure(
         "iso_score", "IsoScore", "", 3, "higher", _iso_score,
         "how evenly the variance is spread over the directions, 0 to 1",
-        Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-        first=True, logged=True,
+        first=True, comparable=True, logged=True,
     ),
     Measure(
         "explained_variance", "explained variance of the first direction", "", 3, "lower",
         _explained_variance, "the share of the variance along the first principal direction",
-        Healthy("1 / H if all directions vary equally"),
     ),
     Measure(
         "participation_ratio", "participation ratio", "", 1, "higher",
         _of_length(lambda rows: _participation_ratio(rows.values)),
         "how many directions have most of the variance",
-        Healthy("H if all directions are used equally; outliers lower it first"),
     ),
     Measure(
         "isotropy_unit", "isotropy at unit mean norm", "", 2, "higher",
         _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
         "isotropy after division by the mean norm, with which isotropy falls",
-        header="Iso at unit norm", logged=True, centred="Iso centred, at unit norm",
+        header="Iso at unit norm", comparable=True, logged=True,
+        centered="Iso centered, at unit norm",
     ),
     Measure(
         "isotropy_published", "isotropy, as published", "", 2, None,
@@ -307,10 +250,6 @@ _TABLE = [
     Measure(
         "mean_frequency_correlation", "along the mean vs. log frequency", "", 2, None,
         lambda rows: _correlation(rows.along, rows.p), "correlation of e · μ and log frequency",
-        Healthy(
-            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
-            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})", -0.5, 0.5,
-        ),
         first=True, of_the_mean=True,
     ),
     Measure("norm_mean", "norm, mean over rows", "‖e‖", 3, None, lambda rows: rows.norms.mean()),
@@ -325,10 +264,10 @@ MEASURES = {m.key: m if m.path else dataclasses.replace(m, path=(m.key,)) for m 
 
 LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
-        measure, key=f"{key}_centered", path=("centered", key), header=measure.centred
+        measure, key=f"{key}_centered", path=("centered", key), header=measure.centered
     )
     for key, measure in MEASURES.items()
-    if measure.centred
+    if measure.centered
 }
 """The measures that are logged in training and recorded by the study, by key."""
 

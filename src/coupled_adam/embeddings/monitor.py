@@ -17,7 +17,7 @@ from coupled_adam.embeddings.report import analyze
 Find = Callable[[Any], Mapping[str, Tensor]]
 
 LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
-"""Values that healthy training does not reach; beyond them, a callback warns."""
+"""Values that training which goes well does not reach; beyond them, a callback warns."""
 
 
 class Monitor:

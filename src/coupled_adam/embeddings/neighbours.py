@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
@@ -117,35 +118,39 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
 
 
 def find_duplicates(analysis: Analysis, show: int) -> Answer:
-    """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`."""
+    """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`, in groups."""
     matrix, name = analysis.embeddings.matrix, analysis.vocabulary.name
     alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
     neighbours, cosines = nearest(matrix, alive, 1)
     near = cosines[:, 0] >= DUPLICATE
-    # Two rows that are nearest to each other are one pair.
-    pairs = {
-        (min(pair), max(pair)): cosine
-        for *pair, cosine in zip(
-            alive[near].tolist(), neighbours[near, 0].tolist(), cosines[near, 0].tolist()
+    rows, others = alive[near], neighbours[near, 0]
+    # Each row is linked to its nearest one, and what is linked is a group.
+    links = sparse.coo_array((near[near], (rows, others)), (len(matrix), len(matrix)))
+    _, labels = sparse.csgraph.connected_components(links, directed=False)
+    found: list[dict[str, Any]] = []
+    for label in np.unique(labels[rows]):
+        members = np.flatnonzero(labels == label)
+        found.append(
+            {
+                "tokens": [analysis.token(row) for row in members.tolist()],
+                "cosine": float(cosines[near, 0][labels[rows] == label].min()),
+                "identical": all(torch.equal(matrix[members[0]], matrix[row]) for row in members),
+            }
         )
-    }
-    found = [
-        {
-            "tokens": [analysis.token(a), analysis.token(b)],
-            "cosine": cosine,
-            "identical": torch.equal(matrix[a], matrix[b]),
-        }
-        for (a, b), cosine in pairs.items()
-    ]
-    found.sort(key=lambda pair: (not pair["identical"], -pair["cosine"]))
-    rows = []
-    for pair in found[:show]:
-        cells = [text for token in pair["tokens"] for text in (str(token["id"]), name(token["id"]))]
-        rows.append([*cells, "identical" if pair["identical"] else f"{pair['cosine']:.4f}"])
-    note = (
-        f"{len(found)} pairs with a cosine of at least {DUPLICATE:g}, of which "
-        f"{sum(pair['identical'] for pair in found)} are identical"
-    )
-    columns = ["id", "token", "id", "token", "cosine"]
-    table = Table(columns, rows, f"Duplicates: {analysis.label}", [note], left=(1, 3))
+    found.sort(key=lambda group: (not group["identical"], -group["cosine"]))
+    lines = []
+    for group in found[:show]:
+        named = [f"{token['id']} {name(token['id'])}" for token in group["tokens"]]
+        listed = ", ".join(named[:NEIGHBOURS]) + (", ..." if len(named) > NEIGHBOURS else "")
+        cosine = "identical" if group["identical"] else f"{group['cosine']:.4f}"
+        lines.append([str(len(named)), cosine, listed])
+    note = f"no two rows have a cosine of {DUPLICATE:g} or more"
+    if found:
+        identical = sum(len(group["tokens"]) for group in found if group["identical"])
+        note = (
+            f"{near.sum()} rows have another with a cosine of {DUPLICATE:g} or more, in "
+            f"{len(found)} groups; {identical} are identical to all others of their group"
+        )
+    columns = ["rows", "cosine", "ids and tokens"] if found else []
+    table = Table(columns, lines, f"Duplicates: {analysis.label}", [note], left=(2,))
     return Answer(analysis, {"duplicates": found}, table)

@@ -8,7 +8,9 @@ are drawn around the mean of the healthy ones, where they take little probabilit
 import dataclasses
 import io
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +20,12 @@ import torch
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings, model_embeddings
+from coupled_adam.embeddings.loading import (
+    EmbeddingMatrix,
+    config_parts,
+    load_embeddings,
+    model_embeddings,
+)
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.runs import MODEL, is_run
@@ -58,9 +65,8 @@ def can_recenter(config: Mapping[str, Any], role: str) -> bool:
 
     Capped logits are not shifted alike, and a tied matrix is the input as well.
     """
-    # Models with images have the values of the text in a part.
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    return role == "output" and not any(part.get(cap) for part in parts for cap in _CAPS)
+    capped = any(part.get(cap) for part in config_parts(config) for cap in _CAPS)
+    return role == "output" and not capped
 
 
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
@@ -129,6 +135,8 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     """
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    if source.suffix == ".npy" and source.is_file() and out.suffix != ".npy":
+        raise UsageError(f"--out {out} must end in .npy, as {source} does")
     model, entries = _load(source)
     moved = {e.role for e in entries if recenter and can_recenter(e.config, e.role)}
     if recenter and not moved:
@@ -149,13 +157,41 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         write_atomically(out, array.getvalue())
     else:
         with new_folder(out) as temporary:
-            model.save_pretrained(temporary)
-            # The tokenizer, and what else lies beside the weights.
-            for path in source.iterdir():
-                is_new = path.is_file() and not (temporary / path.name).exists()
-                if is_new and not path.name.endswith(_WEIGHTS):
-                    shutil.copy2(path, temporary / path.name)
+            _save(model, temporary)
+            _copy_rest(source, temporary)
     return reports
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Save a model; a full disk is an OSError, of which safetensors makes an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
+
+
+def _copy_rest(source: Path, out: Path) -> None:
+    """Copy the tokenizer, and what else lies beside the weights and below, as it is."""
+    root = source.resolve()
+    # The hub's cache has links to its blobs; elsewhere a link could bring in any file of this user,
+    # which would be published with the repaired model.
+    blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
+    for path in sorted(source.rglob("*")):
+        place = out / path.relative_to(source)
+        is_hidden = any(name[0] == "." for name in path.relative_to(source).parts[:-1])
+        is_kept = path.is_file() and not is_hidden and not path.name.endswith(_WEIGHTS)
+        if not is_kept or place.exists():
+            continue
+        if not path.resolve().is_relative_to(root) and path.resolve().parent != blobs:
+            warnings.warn(f"{path} is a link out of the model's folder: not copied", stacklevel=3)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, place)
 
 
 def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
@@ -217,8 +253,9 @@ def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:
 
 def padding_row(entry: EmbeddingMatrix) -> int | None:
     """The row of the model's padding token, which may be zero by design; None if there is none."""
-    row = entry.config.get("pad_token_id")
-    return row if isinstance(row, int) and 0 <= row < len(entry.matrix) else None
+    rows = [part.get("pad_token_id") for part in config_parts(entry.config)]
+    usable = (row for row in rows if isinstance(row, int) and 0 <= row < len(entry.matrix))
+    return next(usable, None)
 
 
 def _recenter(matrix: Tensor) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, 
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
 from coupled_adam.embeddings.partition import Directions, log_partitions
+from coupled_adam.embeddings.references import span
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
@@ -58,20 +60,25 @@ class EmbeddingReport(Measures):
 
     @property
     def diagnosis(self) -> str:
-        """Whether the embeddings are healthy, which measures say so, and what to do next."""
-        return " ".join(diagnose(self))
+        """Where the measures lie among reference matrices, and what that means."""
+        return " ".join(self.sentences())
+
+    def sentences(self, **more: Any) -> list[str]:
+        """The diagnosis in sentences, with what :func:`diagnose` is told beside the measures."""
+        rows = self.vocab_size - self.excluded_rows
+        counted = rows - (self.unseen_tokens or 0)
+        return diagnose(self, self.centered, (rows, self.hidden_size), counted, **more)
 
     def table(self) -> Table:
-        """All measures of the three variants, and the healthy ranges of the first."""
+        """All measures of the three variants, and the range of the references for the first."""
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
             variants = self, self.centered, self.all_but_the_top
             value, *changed = map(measure.of, variants)
             if value is not None:
-                cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
-                texts = map(measure.text, changed)
-                rows.append([measure.label, measure.symbol, cell, *texts, measure.wanted])
-        columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "healthy"]
+                texts = map(measure.text, [value, *changed])
+                rows.append([measure.label, measure.symbol, *texts, span(measure.key)])
+        columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "references"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
         return Table(columns, rows, title, left=(0, 1, 5))
 
@@ -158,7 +165,10 @@ def _resolve(
         own_counts = Path(embeddings) / COUNTS
         if counts is None and own_counts.is_file():
             counts = read_array(own_counts)
-        embeddings = load_embeddings(embeddings)[-1].matrix  # the output's, if there are two
+        entry = load_embeddings(embeddings)[-1]  # the output's, if there are two
+        if entry.left_out:
+            warnings.warn(f"{embeddings}: not measured: {'; '.join(entry.left_out)}", stacklevel=3)
+        embeddings = entry.matrix
         alive = alive_rows(embeddings)
         if keep is None and alive.any():
             keep = alive

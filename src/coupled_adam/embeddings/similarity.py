@@ -1,5 +1,6 @@
 """Compare embeddings with human judgements of word similarity."""
 
+import csv
 import dataclasses
 import math
 import re
@@ -209,14 +210,13 @@ def similarity_of(
         word: vector / norm for word, vector, norm in zip(words, vectors, norms) if norm > floor
     }
     scores = {name: _score(entry, directions) for name, entry in sets.items()}
-    mean = _mean([score.r for score in scores.values()])
-    return WordSimilarityReport(scores, mean, _mean([s.spearman for s in scores.values()]))
-
-
-def _mean(numbers: Sequence[float | None]) -> float | None:
-    defined = [number for number in numbers if number is not None]
-    complete = len(defined) == len(numbers) > 0
-    return math.fsum(defined) / len(defined) if complete else None
+    if not scores or any(score.r is None for score in scores.values()):
+        return WordSimilarityReport(scores, None, None)
+    means = (
+        math.fsum(getattr(score, key) for score in scores.values()) / len(scores)
+        for key in ("r", "spearman")
+    )
+    return WordSimilarityReport(scores, *means)
 
 
 def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScore:
@@ -241,31 +241,42 @@ def _read(path: Path) -> WordSimilaritySet:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    # The first line shows what separates the fields; without a sign it is spaces.
+    beginning = next((line for line in lines if line.strip()), "")
+    sign = next((sign for sign in "\t;," if sign in beginning), None)
+    rows = [line.split() if sign is None else _fields(line, sign) for line in lines]
+    table = [(number, row) for number, row in enumerate(rows, 1) if any(row)]
+    # A header has no numbers where the others have the rating.
+    if table and len(table[0][1]) > 2 and not any(map(_is_number, table[0][1][2:])):
+        table.pop(0)
+    if not table:
+        raise ValueError(f"{path} contains no pairs")
+    if all(_is_number(fields[0]) for _, fields in table):
+        raise ValueError(
+            f"{path}: the first column has a number in each line, such as {table[0][1][0]!r}, and "
+            "not a word: remove the index or the ids, as pandas' to_csv(index=False) does"
+        )
+    # The rating is the first number after the words.
+    column = next((i for i, f in enumerate(table[0][1]) if i > 1 and _is_number(f)), 2)
     pairs, ratings = [], []
-    column = None  # of the ratings: the first number after the words
-    for number, line in enumerate(lines, 1):
-        separator = next((s for s in "\t," if s in line), None)
-        fields = [field.strip() for field in line.split(separator)]
-        numeric = [i for i, field in enumerate(fields) if i > 1 and _number(field) is not None]
-        if not line.strip() or (number == 1 and len(fields) > 2 and not numeric):
-            continue  # a header
-        column = column or (numeric or [2])[0]
-        first, second = [*fields, "", ""][:2]
-        if column not in numeric or not (first and second):
+    for number, fields in table:
+        one, other, rating = [*fields[:2], *fields[column : column + 1], "", "", ""][:3]
+        if not (one and other and _is_number(rating)):
             raise ValueError(
                 f"{path}, line {number}: expected two words and a rating in column {column + 1}, "
-                f"not {line[:100]!r}"
+                f"not {lines[number - 1][:100]!r}"
             )
-        pairs.append((_TAG.sub("", first), _TAG.sub("", second)))
-        ratings.append(float(fields[column]))
-    if not pairs:
-        raise ValueError(f"{path} contains no pairs")
+        pairs.append((_TAG.sub("", one), _TAG.sub("", other)))
+        ratings.append(float(rating))
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
 
 
-def _number(field: str) -> float | None:
+def _fields(line: str, delimiter: str) -> list[str]:
+    return [field.strip() for field in next(csv.reader([line], delimiter=delimiter), [])]
+
+
+def _is_number(field: str) -> bool:
     try:
-        number = float(field)
+        return math.isfinite(float(field))
     except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+        return False

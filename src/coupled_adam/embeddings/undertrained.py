@@ -20,9 +20,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.geometry import Array, Embeddings, Mask
-from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.verification import Verification, verify
-from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.rendering.tables import Table
 
 if TYPE_CHECKING:
@@ -63,6 +61,7 @@ def undertrained(
     *,
     role: str = "output",
     share: float = SHARE,
+    norms: Array | None = None,
 ) -> Undertrained:
     """Find the rows that resemble those of unused tokens; rows of the matrix [V, H] may be NaN.
 
@@ -75,8 +74,10 @@ def undertrained(
         role: as in :class:`EmbeddingMatrix`. Unused rows of an input matrix stay as they were
             initialised, in all directions, so that the norm tells them; elsewhere the cosine does.
         share: how many of the rows that can be are candidates, above 0 and at most 1.
+        norms: [V], as :func:`geometry.finite_rows` returns them, if they are known.
     """
-    finite, norms = geometry.finite_rows(embeddings)
+    norms = geometry.finite_rows(embeddings)[1] if norms is None else norms
+    finite = np.isfinite(norms)
     reference = unused & (norms > 0)
     found, own = indicators(embeddings, norms, reference)
     order_by: Indicator = "norm" if role == "input" or not reference.any() else "cosine_centered"
@@ -125,14 +126,6 @@ def _distance(rows: Tensor, others: Tensor) -> Tensor:
     scale = rows.norm(dim=-1) * others.norm(dim=-1)
     # A row without a direction resembles nothing.
     return 1 - torch.where(scale > 0, (rows * others).sum(-1) / scale, 0)
-
-
-def undertrained_tokens(
-    entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = SHARE
-) -> Undertrained:
-    """As :func:`undertrained`, for a model's matrix: its reachable tokens, by its role."""
-    reachable = vocabulary.categories == "ok"
-    return undertrained(entry.matrix, vocabulary.unused, reachable, role=entry.role, share=share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,9 +207,17 @@ class UndertrainedReport:
 
 
 def find_undertrained(analysis: Analysis, share: float = SHARE) -> UndertrainedReport:
-    """Find the under-trained tokens of an analysis."""
-    found = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share)
-    return UndertrainedReport(analysis, found)
+    """Find the under-trained tokens of an analysis, among those that are reachable."""
+    entry, vocabulary = analysis.embeddings, analysis.vocabulary
+    indicated = undertrained(
+        entry.matrix,
+        vocabulary.unused,
+        vocabulary.categories == "ok",
+        role=entry.role,
+        share=share,
+        norms=analysis.norms,
+    )
+    return UndertrainedReport(analysis, indicated)
 
 
 def verify_undertrained(

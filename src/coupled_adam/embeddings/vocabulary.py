@@ -67,9 +67,14 @@ class Vocabulary:
         for text in (token, f" {token}"):
             if text and text in self.rows:
                 return self.rows[text]
+        ids = f"its id, from '#0' to '#{len(self) - 1}'"
+        if not any(self.texts):
+            raise UsageError(
+                f"{one_line(token, 50)!r} cannot be found without a tokenizer: pass one with "
+                f"--tokenizer, or write {ids}"
+            )
         raise UsageError(
-            f"{one_line(token, 50)!r} is not a token of this model: write a token's text, or its "
-            f"id, from '#0' to '#{len(self) - 1}'"
+            f"{one_line(token, 50)!r} is not a token of this model: write a token's text, or {ids}"
         )
 
     @functools.cached_property

@@ -7,6 +7,7 @@ Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only
 import contextlib
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ def readable(otherwise: str) -> Iterator[None]:
 
 def open_file(path: Path) -> Weights:
     """Open a file of weights according to its suffix, which must be known."""
+    if hint := _known_format(path):
+        raise ValueError(f"{path} {hint}")
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":
@@ -57,9 +60,39 @@ def open_file(path: Path) -> Weights:
     if path.suffix in _ARCHIVES or parse_step(path) is not None:
         return _open_archive(path)
     raise ValueError(
-        f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}; anything else can "
-        "be saved as .npy, with numpy.save"
+        f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}; save anything "
+        "else as .npy, with numpy.save"
     )
+
+
+def _known_format(path: Path) -> str:
+    """What a file is and what to do, if people bring its format and it is not read here."""
+    with readable(f"{path}: cannot be read"), path.open("rb") as file:
+        start = file.read(4096)
+    line = start.partition(b"\n")[0].rstrip()
+    if not start:
+        return "is empty: it has 0 bytes"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a pointer of git-lfs in place of the file: git lfs pull brings it"
+    if start.startswith(b"GGUF"):
+        return (
+            "is a GGUF file, which the package gguf reads: {t.name: t for t in gguf.GGUFReader"
+            f"({str(path)!r}).tensors}}['token_embd.weight'] is a tensor t, and numpy.save("
+            "'NEW.npy', gguf.dequantize(t.data, t.tensor_type)) makes a matrix of it"
+        )
+    # Word vectors: as text, a word and its numbers in each line; or word2vec's binary numbers.
+    has_header = re.fullmatch(rb"\d+ \d+", line) is not None
+    row = start.split(b"\n")[has_header].split() if start.count(b"\n") > has_header else []
+    is_text = len(row) > 8 and all(
+        re.fullmatch(rb"-?\d*\.?\d+(e-?\d+)?", cell) for cell in row[-8:]
+    )
+    if has_header or is_text:
+        options = "no_header=True" if not has_header else f"binary={not is_text}"
+        return (
+            "holds word vectors, which the package gensim reads: numpy.save('NEW.npy', gensim."
+            f"models.KeyedVectors.load_word2vec_format({str(path)!r}, {options}).vectors)"
+        )
+    return ""
 
 
 def _open_safetensors(path: Path) -> Weights:

@@ -24,19 +24,12 @@ class Cell:
     Attributes:
         text: what is shown.
         bold: whether it is better than others, by a test.
-        outside: whether it is outside of its healthy range.
         note: small print below it; on pages only.
     """
 
     text: str
     bold: bool = False
-    outside: bool = False
     note: str = ""
-
-    @property
-    def style(self) -> str:
-        """Its style in a terminal."""
-        return "bold" if self.bold else "yellow" if self.outside else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +109,9 @@ class Table:
             )
         for number, row in enumerate(rows):
             if not isinstance(row, str):
-                table.add_row(*(Text(printable(cell.text), cell.style) for cell in row))
+                table.add_row(
+                    *(Text(printable(cell.text), "bold" if cell.bold else "") for cell in row)
+                )
                 continue
             if number:
                 table.add_row()

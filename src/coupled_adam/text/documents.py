@@ -1,6 +1,7 @@
 """The documents of text files, and of Python's own documentation."""
 
 import ast
+import bz2
 import csv
 import gzip
 import json
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PLAIN = (".txt", ".md")
-TABLES = (".jsonl", ".json", ".csv", ".parquet")
-_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_OPEN: dict[str, Callable[..., Any]] = {
+    ".bz2": bz2.open,
+    ".gz": gzip.open,
+    ".xz": lzma.open,
+    ".zst": zstd.open,
+}
 
 
 def documents(path: Path, separator: str | None = None, column: str = "text") -> Iterator[str]:
@@ -34,7 +40,7 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
 
     Args:
         path: a file or a folder, as for :func:`text_files`. A file with an unknown ending is read
-            as plain text.
+            as plain text; upper and lower case are alike.
         separator: the text between two documents of plain text; None cuts it into passages.
         column: the column, or the key in JSON, that holds the text of a table.
 
@@ -58,13 +64,19 @@ def text_files(path: Path) -> list[Path]:
         path.stat()
     if not path.is_dir():
         return [path]
-    files = [file for file in visible_files(path) if _format(file) in PLAIN + TABLES]
+    visible = visible_files(path)
+    files = [file for file in visible if _format(file) in PLAIN + TABLES]
+    # A README of data is about them.
+    others = [file for file in files if file.stem.upper() != "README"]
+    files = others or files
     formats = {_format(file) for file in files}
     if not files or (formats - {*PLAIN} and formats & {*PLAIN}):
         raise UsageError(
             f"{path}: its files must end in {', '.join(PLAIN)}, or all in {', '.join(TABLES)}; "
             f"there are {', '.join(sorted(formats)) or 'none of these'}"
         )
+    if skipped := len(visible) - len(files):
+        warnings.warn(f"{path}: {skipped} of {len(visible)} files are not read", stacklevel=2)
     return files
 
 
@@ -159,7 +171,8 @@ def library_files() -> list[Path]:
 def _format(path: Path) -> str:
     """The file extension that tells the format, without that of a compression."""
     # The last two, as in text.jsonl.gz; a name may have more dots before them.
-    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _OPEN]
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    suffixes = [suffix for suffix in suffixes if suffix not in _OPEN]
     return suffixes[-1] if suffixes else ""
 
 
@@ -173,9 +186,10 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
 
         yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
         return
-    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as lines:
+    with _OPEN.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as lines:
         if kind in TABLES:
-            for row in _csv_rows(lines) if kind == ".csv" else _json_rows(lines):
+            delimiter = {".csv": ",", ".tsv": "\t"}.get(kind)
+            for row in _json_rows(lines) if delimiter is None else _csv_rows(lines, delimiter):
                 _check_column(row, column)
                 yield _text(row[column], column)
         elif separator is None:
@@ -185,7 +199,13 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
 
 
 def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects of JSON lines."""
     for number, line in enumerate(lines, 1):
+        if number == 1 and line.lstrip().startswith("["):
+            raise UsageError(
+                "it is a JSON array: write an object in each line, as pandas.read_json(FILE)"
+                ".to_json('NEW.jsonl', orient='records', lines=True) does"
+            )
         try:
             row = json.loads(line) if line.strip() else None
         except ValueError as error:
@@ -196,10 +216,13 @@ def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             raise UsageError(f"line {number} is not a JSON object, but {str(row)[:50]!r}")
 
 
-def _csv_rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
+def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[dict[str, str]]:
     """The rows below the first line, which names the columns."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.DictReader(lines, strict=True)
+    reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
+    names = reader.fieldnames or ()
+    if twice := [name for name in names if [*names].count(name) > 1]:
+        raise UsageError(f"the first line names the column {twice[0]!r} twice")
     for row in reader:
         if None in row or None in row.values():  # for values without columns, and the reverse
             raise UsageError(f"line {reader.line_num} has not as many columns as the first line")

@@ -38,7 +38,7 @@ def evaluation_table(result: Mapping[str, Any], name: str) -> Table:
             rows.append(alone(f"accuracy, {task}", "", with_error(score)))
         if tasks.get("limit") is not None:
             rows.append(alone("examples of each task, at most", "", str(tasks["limit"])))
-    return Table(["", "", *sides, "healthy"], rows, name, left=(0, 1, len(sides) + 2))
+    return Table(["", "", *sides, "references"], rows, name, left=(0, 1, len(sides) + 2))
 
 
 def _score(value: float | None) -> str:

@@ -130,7 +130,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         (("--steps",), "--steps: expected one argument"),
         (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        (("--seeds", 0, *recipe), "seeds=[]: List should have at least 1 item"),
+        (("--seeds", 0, *recipe), "--seeds: give at least one"),
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),

@@ -10,7 +10,7 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def refused(
+def prefixed_usage_error(
     prefix: str, errors: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> Iterator[None]:
     """Make a :class:`UsageError` of an error, with something before its message."""

@@ -173,7 +173,7 @@ def test_references_stand_beside_each_measure(tmp_path, capsys, monkeypatch):
     (ratio, *_) = (line for line in shown.splitlines() if "‖μ‖ʳ" in line)
     assert ratio.endswith(span("mean_norm_ratio"))
     assert "Relative mean norm 1.000 is above all 7 references" in " ".join(shown.split())
-    assert f"written: {page}" in shown
+    assert f"written: {page}" in " ".join(shown.split())
     _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--all")
     for reference in references():
         assert reference.name in shown
@@ -189,7 +189,7 @@ def test_what_a_page_and_a_map_show(gpt2, tmp_path, capsys):
     for title in ("Nearest by cosine: gpt2, tied", "Duplicates: gpt2, tied"):
         assert title in page.read_text()
     for path in (page, explore):
-        assert f"written: {path}" in shown
+        assert f"written: {path}" in " ".join(shown.split())
         assert "μ: their mean" in page.read_text()
     text = explore.read_text()
     assert 'type="search"' in text

@@ -175,7 +175,7 @@ def test_a_page_without_plotly(gpt2, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["analyze", str(gpt2), "--explore", str(tmp_path / "page.html")]) == 2
-    assert "need a package: pip install pandas" in capsys.readouterr().err
+    assert "need packages: pip install pandas" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, printable, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error, printable
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
@@ -168,7 +168,7 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
-    with refused("", (ValueError, OSError)):
+    with prefixed_usage_error("", (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
     needed = sets is not None or "padding" in exclude or inputs.text is not None
     tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, needed)
@@ -183,7 +183,7 @@ def analyze_model(
         is_token = None
         if tokenizer is not None:
             is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
-        with refused(f"{model}: "):
+        with prefixed_usage_error(f"{model}: "):
             counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix))
             norms = finite_rows(entry.matrix)[1]
             keep = _measured(norms > 0, is_token, counts, exclude)
@@ -221,7 +221,7 @@ def _measured(
 
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
     """The word-similarity sets in a file or folder; or those to ``"download"`` and keep."""
-    with refused("--word-similarity: ", (OSError, ValueError)):
+    with prefixed_usage_error("--word-similarity: ", (OSError, ValueError)):
         if str(place) == "download":
             place = similarity.download_word_similarity()
         return similarity.read_word_similarity(place)
@@ -236,7 +236,7 @@ def find_tokenizer(
         UsageError: if the named one cannot be read, or there is none and it is needed.
     """
     if named is not None:
-        with refused("--tokenizer ", UsageError):
+        with prefixed_usage_error("--tokenizer ", UsageError):
             return load_tokenizer(named)
     if Path(model).is_file():
         if needed:
@@ -267,14 +267,14 @@ def _counts(
     if inputs.tokens:
         return _of_token_files(inputs.tokens, inputs.token_dtype, rows)
     if inputs.counts is not None:
-        with refused("--counts "):
+        with prefixed_usage_error("--counts "):
             return _of_file(inputs.counts, is_token, rows)
     of_run = Path(model) / COUNTS
     return _of_file(of_run, is_token, rows) if of_run.exists() else None
 
 
 def _of_token_files(paths: Sequence[Path], dtype: str | None, rows: int) -> NDArray[np.int64]:
-    with refused("--tokens ", UsageError):
+    with prefixed_usage_error("--tokens ", UsageError):
         tokens = Tokens([token_file(path, rows, dtype) for path in paths])
     pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
     return _counted("--tokens", pieces, rows)
@@ -298,7 +298,7 @@ def _of_file(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
 def _counted(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
     """How often each token occurs in pieces of a text, [rows]; in bounded memory."""
     counts = np.zeros(rows, dtype=np.int64)
-    with refused(f"{option} ", UsageError):
+    with prefixed_usage_error(f"{option} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

@@ -14,7 +14,7 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.geometry import Array, Embeddings
 from coupled_adam.embeddings.vocabulary import Vocabulary
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.rendering.tables import Table
 
 Rows = NDArray[np.int64]
@@ -175,7 +175,7 @@ def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> l
             if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
                 continue
             pairs = match_rows(first.vocabulary, second.vocabulary)
-            with refused(f"--compare {first.model} {second.model}: "):
+            with prefixed_usage_error(f"--compare {first.model} {second.model}: "):
                 changes = compare(first.embeddings.matrix, second.embeddings.matrix, pairs)
             comparisons.append(Comparison(first, second, changes, pairs[1]))
     if not comparisons:

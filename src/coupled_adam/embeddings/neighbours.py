@@ -13,7 +13,7 @@ from torch import Tensor
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.geometry import Embeddings, Mask
-from coupled_adam.errors import refused
+from coupled_adam.errors import prefixed_usage_error
 from coupled_adam.rendering.tables import Table
 
 NEIGHBOURS = 10
@@ -100,7 +100,7 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
     name, rows = analysis.vocabulary.name, [analysis.vocabulary.row(token) for token in tokens]
     named = [analysis.token(row) for row in rows]
     for variant in _VARIANTS:
-        with refused(f"{analysis.model}: "):
+        with prefixed_usage_error(f"{analysis.model}: "):
             found = nearest(analysis.embeddings.matrix, rows, centered=variant == "centered")
         for token, near, cosines in zip(named, *(part.tolist() for part in found)):
             token[variant] = [

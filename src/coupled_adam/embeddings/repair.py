@@ -26,7 +26,7 @@ from coupled_adam.embeddings.loading import (
     load_embeddings,
     model_embeddings,
 )
-from coupled_adam.errors import UsageError, one_line, refused
+from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -146,7 +146,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         )
     reports = []
     for entry in entries:
-        with refused(f"{source}: "):
+        with prefixed_usage_error(f"{source}: "):
             rows = _repair_rows(entry)
         removed = _recenter(entry.matrix) if entry.role in moved else None
         reports.append(RepairedMatrix(entry.role, rows, removed))
@@ -203,7 +203,7 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
 
     config: dict[str, Any] = {}
     if not source.is_file():
-        with refused(f"{source}: ", (ValueError, OSError)):
+        with prefixed_usage_error(f"{source}: ", (ValueError, OSError)):
             config, _ = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=True)
     if not can_repair(source, config):
         raise UsageError(
@@ -211,7 +211,7 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
             "loads from safetensors and that is not quantised, or a .npy file with a matrix"
         )
     if source.is_file():
-        with refused("", ValueError):
+        with prefixed_usage_error("", ValueError):
             return None, load_embeddings(source)
     try:
         model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from coupled_adam.errors import UsageError, did_you_mean, refused
+from coupled_adam.errors import UsageError, did_you_mean, prefixed_usage_error
 from coupled_adam.fields import Beta, NotNegative, Positive, Share, checked, require
 from coupled_adam.lab.sections import Training
 
@@ -311,7 +311,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
                 str(optimizer) in ARMS,
                 f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}",
             )
-            with refused(f"arms.{name}: ", UsageError):
+            with prefixed_usage_error(f"arms.{name}: ", UsageError):
                 arms[copy] = checked(ARMS[str(optimizer)], single)
     return arms
 

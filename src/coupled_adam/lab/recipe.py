@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field, InstanceOf
 
-from coupled_adam.errors import UsageError, did_you_mean, one_line, refused
+from coupled_adam.errors import UsageError, did_you_mean, one_line, prefixed_usage_error
 from coupled_adam.fields import Seed, checked, require
 from coupled_adam.lab.arms import Arm, arms_from
 from coupled_adam.lab.sections import Data, Model, Training
@@ -186,7 +186,7 @@ def recipe_from(values: Any, source: str) -> Recipe:
     Raises:
         UsageError: they are not those of a recipe.
     """
-    with refused(f"{source}: ", UsageError):
+    with prefixed_usage_error(f"{source}: ", UsageError):
         if isinstance(values, dict) and isinstance(values.get("arms"), dict):
             values = {**values, "arms": arms_from(values["arms"])}
         return checked(Recipe, values)

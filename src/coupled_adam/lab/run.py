@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from coupled_adam.embeddings import load_embeddings
-from coupled_adam.errors import refused
+from coupled_adam.errors import prefixed_usage_error
 from coupled_adam.fields import Count, Finite, WholeNumber, require
 from coupled_adam.files import read
 from coupled_adam.lab.arms import Arm
@@ -178,7 +178,7 @@ class Run:
         """The output embeddings [V, H] of the run's model."""
         # The input embeddings of an untied model come first.
         path = self.folder / MODEL / "model.safetensors"
-        with refused("", ValueError):
+        with prefixed_usage_error("", ValueError):
             matrix = load_embeddings(path)[-1].matrix
         embeddings: NDArray[np.float64] = matrix.double().numpy()
         size = self.recipe.model.vocab_size
@@ -209,7 +209,9 @@ class Run:
     def _numbers_of_tokens(self, path: Path) -> NDArray[Any]:
         """The array in a file, with a number for each token, [V]; UsageError if it is damaged."""
         size = self.recipe.model.vocab_size
-        with refused(f"{path} is damaged, or another run's: ", (OSError, ValueError, EOFError)):
+        with prefixed_usage_error(
+            f"{path} is damaged, or another run's: ", (OSError, ValueError, EOFError)
+        ):
             require(path.is_file(), "it is no file")
             values: NDArray[Any] = np.load(path)
             is_whole = values.dtype.kind in "iuf" and values.ndim == 1 and len(values) >= size

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import unigram_counts
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
 from coupled_adam.files import checksum, new_folder, remove
 from coupled_adam.lab.data.source import Source, content_hash, open_source
@@ -202,7 +202,7 @@ def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> 
     ]
     for split, file, start in tqdm(pieces, "counting tokens", disable=None, leave=False):
         ids = file.read(folder, start, start + 2**24)
-        with refused(
+        with prefixed_usage_error(
             f"model.vocab_size={vocab_size} or data.token_dtype does not fit {file.path} "
             f"({file.dtype}): "
         ):

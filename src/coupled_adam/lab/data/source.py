@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coupled_adam.errors import UsageError, one_line, refused
+from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import (
     column_texts,
@@ -49,7 +49,7 @@ def open_source(data: Data, vocab_size: int) -> Source:
         UsageError: the source is missing or damaged, or the hub cannot be reached.
     """
     if data.tokens is not None:
-        with refused("data.tokens=", UsageError):
+        with prefixed_usage_error("data.tokens=", UsageError):
             files = find_token_files(data, vocab_size)
             used = {Path(file.path): None for parts in files.values() for file in parts}
             ranges = {split: [dataclasses.astuple(f)[1:] for f in files[split]] for split in files}
@@ -66,7 +66,7 @@ def open_source(data: Data, vocab_size: int) -> Source:
         }
     elif data.text is not None:
         name = f"data.text={data.text}"
-        with refused("data.text=", UsageError):
+        with prefixed_usage_error("data.text=", UsageError):
             identity = content_digest(text_files(Path(data.text)))
         readers = {"train": functools.partial(_text_documents, data)}
     else:
@@ -136,7 +136,7 @@ def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFi
 
 
 def _text_documents(data: Data) -> Iterator[str]:
-    with refused("data.text=", UsageError):
+    with prefixed_usage_error("data.text=", UsageError):
         yield from documents(Path(str(data.text)), data.separator, data.column)
 
 

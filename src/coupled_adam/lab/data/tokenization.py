@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
 from coupled_adam.lab.data.source import Source, content_digest
 from coupled_adam.lab.sections import Data
@@ -32,7 +32,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
         UsageError: there is no such tokenizer, it has too many tokens, or it has no end-of-text
             token.
     """
-    with refused("data.tokenizer=", UsageError):
+    with prefixed_usage_error("data.tokenizer=", UsageError):
         tokenizer = load_tokenizer(name)
         # Ids may have gaps, so that the largest counts and not only the number of tokens.
         size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))

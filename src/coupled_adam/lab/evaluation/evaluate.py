@@ -21,7 +21,7 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.measures import MEASURES
-from coupled_adam.errors import UsageError, refused
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
 from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
@@ -80,7 +80,8 @@ def evaluate_run(
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
     # A file from before a measure was added is completed.
-    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
+    measured = {*(done.get("embeddings") or {}), *done}
+    has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model, trained = loading.load_trained(run, device)
@@ -150,7 +151,7 @@ def evaluate_model(
     counts = None
     if text is not None:
         tokens = _tokens_of(text, tokenizer(), model)
-        with refused(f"{source}: its tokenizer does not fit its model: "):
+        with prefixed_usage_error(f"{source}: its tokenizer does not fit its model: "):
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         result |= {**_text_loss(model, tokens, batches), "test_batches": batches}
     result |= measures(model, counts)
@@ -168,7 +169,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     output = output_embeddings(model).detach()
     inputs: Any = model.get_input_embeddings().weight
     tied = inputs.data_ptr() == output.data_ptr()
-    with refused(f"{model.name_or_path}: "):
+    with prefixed_usage_error(f"{model.name_or_path}: "):
         return {
             "embeddings": analyze(output, counts).to_dict(),
             "input_embeddings": None if tied else analyze(inputs.detach(), counts).to_dict(),
@@ -227,7 +228,7 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-    with refused("--text ", UsageError):
+    with prefixed_usage_error("--text ", UsageError):
         tokens = text_tokens(text, tokenizer)
     needed = loading.block_length(model) + 1
     require(
@@ -250,7 +251,7 @@ def _scores(
 ) -> Iterator[dict[str, Any]]:
     """Word similarity and accuracy, each if it is asked for; only they need the tokenizer."""
     if sets is not None:
-        with refused(f"{model.name_or_path}: "):
+        with prefixed_usage_error(f"{model.name_or_path}: "):
             report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer()))
         yield {"word_similarity": report.to_dict()}
     if downstream is not None:

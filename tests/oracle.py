@@ -75,7 +75,8 @@ class CoupledAdamOracle:
     def step_lean(self, g: Array) -> None:
         weights = self.weights(g)
         seen = max(self.t - 1, 1)  # gradients in nu, which is 0 in the first step
-        rho = self.nu.mean() / (1 - self.beta2**seen)
+        finite = self.nu[~np.isinf(self.nu)]
+        rho = finite.mean() / (1 - self.beta2**seen) if len(finite) else 1.0
         rates = np.zeros_like(self.nu)
         for j in np.flatnonzero(self.nu):
             nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**seen)
@@ -85,11 +86,12 @@ class CoupledAdamOracle:
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
             factors[i] = rates * weights[i] / (1 - self.beta1**self.t)
             updates[i] = factors[i] * self.m[i]
-            self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
+            if self.lr:
+                self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
         self.average(g, weights)
         self.largest_update = max(np.abs(updates).max(), np.abs(self.d).max())
         self.largest_factor = factors.max()
-        if weights.any():
+        if weights.any() and self.lr:
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 
     def weights(self, g: Array) -> Array:

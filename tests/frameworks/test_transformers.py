@@ -158,6 +158,16 @@ def test_trainer_resumes(tmp_path):
     assert resumed.optimizer.state[p]["exp_avg_sq"].shape == (8,)
 
 
+def test_adamws_checkpoint_in_the_trainer(tmp_path):
+    """The trainer's AdamW has two groups: the error says how to transfer its state."""
+    options = {"train_dataset": Texts(), "args": arguments(tmp_path, max_steps=1, save_steps=1)}
+    Trainer(gpt2(), **options).train()
+    options["args"].max_steps = 2
+    use_coupled_adam(trainer := Trainer(gpt2(), **options), embeddings="lean")
+    with pytest.raises(ValueError, match=r"param groups of .*transfer the state.*also for Trainer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_the_page_names_the_versions_that_are_tried():
     root = Path(__file__).parents[2]
     pinned = (root / "constraints.txt").read_text()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from coupled_adam.optim import reference, rounding
-from coupled_adam.optim.matrix import Scalars, Sums
+from coupled_adam.optim.matrix import Scalars
 from coupled_adam.optim.state import MOMENTS
 from optim.cases import (
     CASES,
@@ -150,6 +150,61 @@ class EveryKernel:
                 columns = [step < 2 or column != 2 for column in range(4)]
                 assert moves[1:].all(0).tolist() == columns
 
+    @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "zero-sum"])
+    def test_a_sum_over_rows_that_overflows(self, name, kernel):
+        """The column keeps its place, and the others move on: its nu is in no mean."""
+        p = self.parameter((600, 4))
+        optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
+        for step in range(5):
+            p.grad = self.gradient((600, 4), step) + 1.0
+            if step == 2:
+                p.grad[:, 2] = 1.2e19  # whose square is 1.4e38, and fits
+            before = p.detach().clone()
+            optimizer.step()
+            assert p.isfinite().all()
+        overflowed = optimizer.state[p]["exp_avg_sq"].isinf()
+        assert overflowed.tolist() in ([False] * 4, [False, False, True, False])
+        assert torch.equal(p[:, overflowed], before[:, overflowed])
+        assert optimizer.state[p]["mean_update"].ne(0).tolist() == (~overflowed).tolist()
+
+    @pytest.mark.parametrize("name", ["coupled", *LEAN])
+    @pytest.mark.parametrize("is_tensor", [False, True])
+    def test_nothing_moves_at_a_rate_of_zero(self, name, is_tensor, kernel):
+        """What was to be given back is kept for a step that moves."""
+        p = self.parameter((13, 7))
+        optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
+        (group,) = optimizer.param_groups
+        for step in range(5):
+            group["lr"] = 0.0 if step in (2, 3) else 1e-2
+            if is_tensor:
+                group["lr"] = torch.tensor(group["lr"], device=self.device)
+            p.grad = self.gradient((13, 7), step)
+            before = stored(optimizer, p)
+            optimizer.step()
+            after = stored(optimizer, p)
+            if step in (2, 3):
+                assert torch.equal(after["param"], before["param"])
+                if "mean_update" in before:
+                    assert torch.equal(after["mean_update"], before["mean_update"])
+                assert not torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
+
+    @pytest.mark.parametrize("beta2", [0.999, 0.99999])
+    @pytest.mark.parametrize("name", ["coupled", "LEAN"])
+    def test_a_long_memory_has_no_bias(self, name, beta2, kernel):
+        """beta2 and the share of what is new add up to 1: an average of equal squares is theirs."""
+        p = self.parameter((4, 4))
+        optimizer = optimizer_of([p], **{**CASES[name], "betas": (0.0, beta2)})
+        optimizer.init_state()
+        averages = [x for key, x in optimizer.state[p].items() if "exp_avg_sq" in key]
+        for x in averages:
+            x.fill_(4.0)
+        optimizer.state[p]["step"].fill_(10**6)
+        p.grad = torch.full_like(p, 2.0)
+        for _ in range(50):
+            optimizer.step()
+        for x in averages:
+            torch.testing.assert_close(x, torch.full_like(x, 4.0), rtol=3e-7, atol=0)
+
     @pytest.mark.parametrize("beta1", [2**-10, 0.5, 0.9])
     @pytest.mark.parametrize("name", ["coupled", "LEAN, momentum"])
     def test_a_small_gradient_after_a_large_one(self, name, beta1, kernel):
@@ -234,18 +289,18 @@ class EveryKernel:
             self.part(whole, slice(None), slice(0, 0)),
         ):
             nu = part.exp_avg_sq.clone()
-            sums = kernel.sum_squares(part, False)
-            if whole.is_lean:
-                assert not sums.rows.count_nonzero()
+            if part.row_exp_avg_sq is not None:
+                assert not kernel.sum_rows(part).count_nonzero()
                 weights = torch.ones_like(part.row_exp_avg_sq)
-                total = kernel.apply(part, Sums(rows=sums.rows, weights=weights), Scalars(t=2.0))
+                total = kernel.lean(part, weights, Scalars(t=2.0))
                 assert not total[:-1].count_nonzero()
                 assert total[-1] == len(weights)
                 assert torch.equal(part.exp_avg_sq, nu)
             else:
+                sums = kernel.sum_squares(part, False)
                 assert not sums.columns.count_nonzero()
                 sums.columns = torch.ones_like(sums.columns)
-                kernel.apply(part, sums, Scalars(t=2.0))
+                kernel.apply_coupled(part, sums, Scalars(t=2.0))
                 torch.testing.assert_close(part.exp_avg_sq, 0.95 * nu + 0.05 / 4)
 
     def part(self, whole, rows, columns):

@@ -92,9 +92,9 @@ def of_rank(values, mesh, placement, whole):
 
 @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "rows", "zero-sum"])
 def test_one_all_reduce_which_no_step_waits_for(name, mesh):
-    """Of 2 H + 1 numbers for each matrix, of all matrices at once; the next step needs the sums."""
+    """Of 2 H + 2 numbers for each matrix, of all matrices at once; the next step needs the sums."""
     optimizer, (first, *others) = counted(mesh, Shard(0), **CASES[name])
-    sums = MATRICES * (2 * H + 1)
+    sums = MATRICES * (2 * H + 2)
     assert first == [("all_reduce", sums)]
     for events in others:
         assert events == [("wait", sums), ("all_reduce", sums)]
@@ -117,7 +117,7 @@ def test_no_gradient_is_kept_until_the_next_step(mesh):
 
 def test_a_captured_step_is_whole(mesh, monkeypatch):
     """Nothing is under way when it ends; and one that begins so is refused, with the way out."""
-    sums = MATRICES * (2 * H + 1)
+    sums = MATRICES * (2 * H + 2)
     monkeypatch.setattr(state, "_get_capturable_supported_devices", lambda: ["cpu"])
     _, steps = counted(mesh, Shard(0), capturable=True, **CASES["LEAN"])
     assert steps == 3 * [[("all_reduce", sums), ("wait", sums)]]
@@ -136,13 +136,14 @@ def test_a_captured_step_is_whole(mesh, monkeypatch):
 
 
 def test_coupled_adam_waits_for_one(mesh):
-    """Of H numbers for each matrix, before any is updated."""
+    """Of H + 1 numbers for each matrix, before any is updated."""
+    sums = MATRICES * (H + 1)
     for events in counted(mesh, Shard(0))[1]:
-        assert events == [("all_reduce", MATRICES * H), ("wait", MATRICES * H)]
+        assert events == [("all_reduce", sums), ("wait", sums)]
 
 
 def test_rows_that_are_cut(mesh):
-    """Each row's sum of squares and that of nu, of all matrices at once, is needed first."""
+    """Each row's sum of squares and nu's mean, of all matrices at once, are needed first."""
     _, steps = counted(mesh, Shard(1), **CASES["LEAN"])
-    sums = MATRICES * (64 + 1)
+    sums = MATRICES * (64 + 3)
     assert steps == 3 * [[("all_reduce", sums), ("wait", sums)]]

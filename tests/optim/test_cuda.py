@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coupled_adam.optim import coupled_adam, update
-from coupled_adam.optim.matrix import Scalars, Sums
+from coupled_adam.optim.matrix import Scalars
 from coupled_adam.optim.sharded import full_tensor
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
 from optim.every_kernel import EveryKernel, assert_same_bits, lean_and_coupled, stored
@@ -136,9 +136,9 @@ class TestTriton(EveryKernel):
         before = stored(optimizer, p)
         (whole,), _ = optimizer._collect()
         part = replace(whole, row_ranks=("others",), column_ranks=("others",) * is_cut)
-        sums = Sums(weights=torch.ones(40, device=DEVICE)) if is_cut else None
+        weights = torch.ones(40, device=DEVICE) if is_cut else None
         skip = torch.ones(1, device=DEVICE)
-        total = kernel.apply(part, sums, Scalars(t=2.0, skip=skip))
+        total = kernel.lean(part, weights, Scalars(t=2.0, skip=skip))
         assert total.tolist() == [0.0] * (2 * 19 + 1)
         assert_same_bits(stored(optimizer, p), before)
 

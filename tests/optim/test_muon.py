@@ -4,6 +4,7 @@ The same file is the program of each rank.
 """
 
 import copy
+import inspect
 import pickle
 import tempfile
 
@@ -85,6 +86,123 @@ def test_it_is_two_optimizers():
         ["head.weight"],
     ]
     assert optimizer.state[model.embed.weight]["exp_avg_sq"].shape == (H,)
+
+
+def own_groups(optimizer, states):
+    """A state dict with the states of other optimizers, by parameter, and the own groups."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: states[p] for i, p in enumerate(params) if p in states}
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def test_the_checkpoints_of_two_optimizers():
+    """Loaded into one, which goes on as the two do."""
+    model, other = decoder(tied=True), decoder(tied=True)
+    hidden = [other.block[0].weight, other.block[2].weight]
+    both = [
+        torch.optim.Muon(hidden, lr=1e-3, adjust_lr_fn="match_rms_adamw"),
+        CoupledAdamW(param_groups(other, weight_decay=0.1, exclude=hidden), lr=1e-3),
+    ]
+
+    def step(seed):
+        loss_of(other, seed).backward()
+        for o in both:
+            o.step()
+            o.zero_grad()
+
+    for seed in range(3):
+        step(seed)
+    model.load_state_dict(other.state_dict())
+    of_other = {**both[0].state, **both[1].state}
+    states = {p: of_other[q] for p, q in zip(model.parameters(), other.parameters())}
+    optimizer = MuonWithCoupledAdam(model)
+    optimizer.load_state_dict(copy.deepcopy(own_groups(optimizer, states)))
+    train(model, optimizer, [3, 4])
+    for seed in (3, 4):
+        step(seed)
+    assert_same_parameters(model, other)
+
+
+def test_a_state_of_the_other_optimizer():
+    model = decoder()
+    adamw = torch.optim.AdamW(model.parameters())
+    train(model, adamw, [0])
+    optimizer = MuonWithCoupledAdam(model)
+    with pytest.raises(ValueError, match=r"'block.0.weight' .* it has no momentum_buffer.*adamw="):
+        optimizer.load_state_dict(own_groups(optimizer, adamw.state))
+    adamw.state[model.block[0].bias] = {"momentum_buffer": torch.zeros(H)}
+    only_bias = {model.block[0].bias: adamw.state[model.block[0].bias]}
+    with pytest.raises(ValueError, match=r"'block.0.bias' .* it has no exp_avg"):
+        optimizer.load_state_dict(own_groups(optimizer, only_bias))
+
+
+@pytest.mark.parametrize("given", ["parameters", "named", "groups"])
+def test_a_list_of_parameters(given):
+    """As with the model, but for the decay of vectors: Muon's hidden matrices, coupled tables."""
+    model, other = decoder(), decoder()
+    params = {
+        "parameters": other.parameters(),
+        "named": other.named_parameters(),
+        "groups": [
+            {"params": [p for p in other.parameters() if p.dim() == 2]},
+            {"params": [p for p in other.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+    }[given]
+    options = {"embeddings": BETWEEN | {"weight_decay": 0.0}, "vocab_size": V, "lr": 0.01}
+    by_model = MuonWithCoupledAdam(model, weight_decay=0.0, **options)
+    by_list = MuonWithCoupledAdam(params, weight_decay=0.0, **options)
+    for m, optimizer in ((model, by_model), (other, by_list)):
+        assert [len(g["params"]) for g in optimizer.param_groups if "ns_steps" in g] == [2]
+        train(m, optimizer, range(2))
+    assert_same_parameters(model, other)
+
+
+def test_the_rates_of_a_list():
+    """A group that has half of the rate has it in both halves."""
+    model = decoder()
+    groups = [
+        {"params": model.embed.parameters()},
+        {"params": [*model.block.parameters(), *model.norm.parameters()], "lr": 0.05},
+        {"params": model.head.parameters()},
+    ]
+    optimizer = MuonWithCoupledAdam(
+        groups, lr=0.4, adam_lr=0.1, vocab_size=V, adjust_lr_fn="original"
+    )
+    rates = [("ns_steps" in g, g["lr"]) for g in optimizer.param_groups]
+    assert rates == [
+        (is_muons, pytest.approx(lr))
+        for is_muons, lr in ((False, 0.1), (True, 0.2), (False, 0.05), (False, 0.1))
+    ]
+    named = MuonWithCoupledAdam(model.named_parameters(), vocab_size=V, adamw="block.2.*")
+    assert named.param_groups[0]["param_names"] == ["block.0.weight"]
+
+
+def test_torchs_options():
+    """All of them, with torch's result."""
+    model, other = decoder(), decoder()
+    given = {"momentum": 0.8, "nesterov": False, "ns_steps": 3, "ns_coefficients": (3, -3.2, 1.2)}
+    optimizer = MuonWithCoupledAdam(model, lr=0.01, ns_eps=1e-3, weight_decay=0.2, **given)
+    muon = torch.optim.Muon(
+        [other.block[0].weight, other.block[2].weight],
+        lr=0.01,
+        eps=1e-3,
+        weight_decay=0.2,
+        adjust_lr_fn="match_rms_adamw",
+        **given,
+    )
+    train(model, optimizer, [0])
+    train(other, muon, [0])
+    for i in (0, 2):
+        assert torch.equal(model.block[i].weight, other.block[i].weight)
+    torchs = inspect.signature(torch.optim.Muon).parameters.keys()
+    renamed = {"params", "eps"}  # eps is Adam's, and ns_eps torch's
+    assert torchs - renamed <= inspect.signature(MuonWithCoupledAdam).parameters.keys()
+
+
+def test_an_older_torch(monkeypatch):
+    monkeypatch.setattr("coupled_adam.optim.muon.muon", None)
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or later"):
+        MuonWithCoupledAdam(decoder())
 
 
 def test_which_matrices():
@@ -213,6 +331,20 @@ def test_a_schedule_that_reads_the_defaults():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         MuonWithCoupledAdam(decoder(tied=True), lr=0.02, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ValueError, r"needs the model .* or vocab_size="),
+        ({"vocab_size": V, "head_lr": 0.1}, TypeError, "head_lr: only with a model"),
+        ({"vocab_size": V + 1}, ValueError, r"vocab_size=13: .*this size: none"),
+        ({"vocab_size": V, "adamw": "nothing*"}, ValueError, r"adamw='nothing\*' matches no"),
+    ],
+)
+def test_errors_of_a_list(options, error, message):
+    with pytest.raises(error, match=message):
+        MuonWithCoupledAdam(decoder().named_parameters(), **options)
 
 
 def sharded(embeddings):

@@ -18,7 +18,7 @@ ROWS = (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 127, 129, 509, 1000)
 COLUMNS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 100, 128, 255, 1031)
 SHAPES = [(rows, columns) for rows in ROWS for columns in COLUMNS if rows * columns <= 20_000]
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
-BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.9, 0.3), (0.05, 0.75))
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.5, 0.3), (0.05, 0.75))
 KINDS = ({}, {}, {"fused": True}, {"fused": False}, {"foreach": True}, {"differentiable": True})
 
 
@@ -136,6 +136,7 @@ def check(seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*in the first step only")  # in small matrices
+@pytest.mark.filterwarnings("ignore:.*built with beta1 = 0")  # betas change in mid-training
 @pytest.mark.parametrize(
     "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 1100))]
 )

@@ -1,11 +1,13 @@
 """Schedulers and loops that set the learning rates and betas of all groups at once."""
 
+import copy
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from coupled_adam import CoupledAdamW
 
@@ -55,6 +57,36 @@ def test_one_cycle_with_a_list_of_rates(model):
     OneCycleLR(optimizer, max_lr=rates, total_steps=10, cycle_momentum=False)
     assert warnings_of_steps(model, optimizer) == []
     assert "exp_avg" not in optimizer.state[model[0].weight]
+
+
+CYCLES = {
+    "CyclicLR": lambda o, rates, **options: CyclicLR(o, [r / 10 for r in rates], rates, **options),
+    "OneCycleLR": lambda o, rates, **options: OneCycleLR(o, rates, total_steps=10, **options),
+}
+
+
+@pytest.mark.parametrize("cycle", CYCLES.values(), ids=CYCLES)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_schedule_that_gives_lean_a_momentum(model, cycle, resumed):
+    """Named once, with what to pass; without momentum there is nothing to say."""
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    rates = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
+    if resumed:  # in the middle of a training, after a pickle
+        assert warnings_of_steps(model, optimizer) == []
+        model, optimizer = copy.deepcopy((model, optimizer))
+    cycle(optimizer, rates)
+    (message,) = warnings_of_steps(model, optimizer)
+    assert re.search(r"beta1 = 0, .* betas=\(0\.\d+, 0\.99\).*cycle_momentum=False", message)
+    other = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    cycle(other, rates, cycle_momentum=False)
+    assert warnings_of_steps(model, other) == []
+    assert "exp_avg" not in other.state[model[0].weight]
+
+
+def test_a_momentum_that_was_there_is_not_named(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
+    CYCLES["CyclicLR"](optimizer, [1e-3] * len(optimizer.param_groups))
+    assert warnings_of_steps(model, optimizer) == []
 
 
 def test_schedulers_that_scale_keep_the_factor(model):

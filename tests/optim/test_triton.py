@@ -115,12 +115,12 @@ def test_what_triton_is_given(monkeypatch):
 
     monkeypatch.setattr(kernels, "_triton_works", lambda *_: True)
     with FakeTensorMode():
-        assert chosen((4, 3)) is kernels.blocks  # fake tensors have no memory
+        assert chosen((4, 3)) is kernels.reference  # fake tensors have no memory
         monkeypatch.setattr(kernels, "is_plain_memory", lambda x: True)
         assert chosen((4, 3)) is kernel
         assert chosen((4, 8192), name="LEAN") is kernel
-        assert chosen((4, 8193), name="LEAN") is kernels.blocks
-        assert chosen((4, 3), torch.float64) is kernels.blocks
+        assert chosen((4, 8193), name="LEAN") is kernels.reference
+        assert chosen((4, 3), torch.float64) is kernels.reference
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

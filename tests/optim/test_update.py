@@ -184,3 +184,75 @@ def test_coupled_adam_warns_where_most_rows_have_no_gradient():
         warnings.simplefilter("error")
         optimizer.step()
         CoupledAdamW([nn.Parameter(p.detach().clone())], coupled=True, zero_sum=True).step()
+
+
+@pytest.mark.parametrize(("betas", "row_exponent"), [((0.99, 0.95), 0.75), ((0.9, 0.81), 1.0)])
+def test_betas_with_which_rows_would_move_faster_and_faster(betas, row_exponent):
+    """m / r^(a/2) of a row without gradients grows: refused, also when a loop sets such betas."""
+    p = nn.Parameter(torch.ones(4, 3))
+    options = {"coupled": True, "row_exponent": row_exponent}
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0.9.*betas\[0\] must be below"):
+        CoupledAdamW([p], betas=betas, **options)
+    optimizer = CoupledAdamW([p], betas=(0.5, betas[1]), **options)
+    p.grad = torch.ones(4, 3)
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(ValueError, match="Invalid betas"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_row_without_gradients_comes_to_rest():
+    """Its steps shrink from its last gradient on, whatever betas are taken."""
+    for betas in ((0.9, 0.95), (0.97, 0.95), (0.5, 0.3), (0.9, 0.999)):
+        p = nn.Parameter(matrix((8, 4), 0))
+        options = {"betas": betas, "row_exponent": 0.75}
+        optimizer = optimizer_of([p], **options)
+        sizes = []
+        for step in range(300):
+            p.grad = gradient((8, 4), step) + 1.0
+            if step > 50:
+                p.grad[3] = 0.0
+            before = p[3].detach().clone()
+            optimizer.step()
+            sizes.append((p[3].detach() - before).norm().item())
+        assert sizes[-1] < 0.1 * max(sizes[:60]), betas
+
+
+class Quantized(torch.Tensor):
+    """A weight as quantizing libraries have it: whatever is computed from it is a copy."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype)
+
+    def __init__(self, data):
+        self.data_ = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Quantized(args[0].data_)
+        plain = [x.data_.clone() if isinstance(x, Quantized) else x for x in args]
+        result = func(*plain, **(kwargs or {}))
+        if func._schema.is_mutable and isinstance(args[0], Quantized):
+            args[0].data_ = result
+            return args[0]
+        return result
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_a_subclass_whose_slices_are_copies(options):
+    """It moves as a plain matrix; where its transpose would have to be updated it is refused."""
+    p, q = nn.Parameter(matrix((9, 4))), nn.Parameter(Quantized(matrix((9, 4))))
+    optimizers = [optimizer_of([x], **options) for x in (p, q)]
+    for g in gradients((9, 4), 3):
+        for x, optimizer in zip((p, q), optimizers):
+            x.grad = g.clone()
+            optimizer.step()
+    torch.testing.assert_close(q.data.data_, p.detach(), rtol=1e-10, atol=1e-12)
+    assert not torch.equal(p, matrix((9, 4)))
+    refused = optimizer_of([q], vocab_dim=1, **options)
+    with pytest.raises(RuntimeError, match="Quantized, whose transpose may be a copy"):
+        refused.step()

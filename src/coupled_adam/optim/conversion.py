@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
-from coupled_adam.optim.options import Group, has_momentum, remember
+from coupled_adam.optim.options import Group, has_momentum, is_lean, remember
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -20,7 +20,6 @@ from coupled_adam.optim.state import (
     describe,
     entries,
     entry_shape,
-    is_lean,
     layout_of,
     moment_dtype,
 )
@@ -29,6 +28,7 @@ from coupled_adam.optim.warn import warn
 State = dict[str, Tensor]
 
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
+_MUONS = ("momentum_buffer",)
 
 
 def adapt(
@@ -118,8 +118,9 @@ def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
     p, second_moments = group["params"][index], {}
     problem = _damage(state, p)
     if not group["coupled"]:
-        if not problem and "momentum_buffer" not in state:  # of Muon
-            problem = _misfit(state, _ADAMS, dict.fromkeys(("exp_avg", *SECOND_MOMENTS), p.shape))
+        shapes = dict.fromkeys(("exp_avg", *SECOND_MOMENTS, "momentum_buffer"), p.shape)
+        is_muons = "ns_steps" in group  # of MuonWithCoupledAdam
+        problem = problem or _misfit(state, _MUONS if is_muons else _ADAMS, shapes)
     elif not problem:
         needed = entries(group)
         # Pieces of flattened matrices need the state of such pieces, with the same options.
@@ -173,7 +174,10 @@ def _misfit(state: State, required: tuple[str, ...], shapes: dict[str, torch.Siz
     """The first entry that is missing, or has another shape."""
     for name in required:
         if name not in state:
-            return f"it has no {name}"
+            hint = (
+                ": name it in adamw=, or leave out its state" if name == "momentum_buffer" else ""
+            )
+            return f"it has no {name}{hint}"
     for name, shape in shapes.items():
         if name in state and state[name].shape != shape:
             return (

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim.conversion import adapt
-from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix, as_python_number
+from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix
 from coupled_adam.optim.options import (
     check_options,
     complete,
@@ -25,7 +25,13 @@ from coupled_adam.optim.param_groups import (
     embedding_options,
     param_groups,
 )
-from coupled_adam.optim.state import check_group, check_parameter, fit_state
+from coupled_adam.optim.state import (
+    check_betas,
+    check_group,
+    check_parameter,
+    description,
+    fit_state,
+)
 from coupled_adam.optim.update import Pending, update
 from coupled_adam.optim.warn import warn
 
@@ -171,7 +177,7 @@ class CoupledAdam(torch.optim.Adam):
                     f"{of_groups[name]!r}: change it there, as in "
                     f"embeddings=LEAN | {{{name!r}: {coupling[name]!r}}}"
                 )
-        self._pending, self._has_warned = Pending(), False
+        self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
@@ -252,7 +258,7 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Collect a group's tensors, of a coupled one the first two lists; create missing states.
+        """Create missing states; collect the tensors of a group that is not coupled.
 
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
@@ -261,13 +267,11 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
+        check_betas(group)
         for index, p in enumerate(group["params"]):
-            if p.grad is None:
-                continue
-            check_parameter(group, index)
-            fit_state(group, index, self.state[p])
-            params_with_grad.append(p)
-            grads.append(p.grad)
+            if _takes_part(p):
+                check_parameter(group, index)
+                fit_state(group, index, self.state[p])
         return False  # check_parameter has refused complex parameters
 
     @overload
@@ -295,19 +299,22 @@ class CoupledAdam(torch.optim.Adam):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         unscale = None if grad_scale is None else 1 / grad_scale
 
+        # 1. What the step before has left, and what loops and schedules have done since
         self._pending.finish()
         self._complete_groups()
         warn_of_momentum(self.param_groups)
-        self._has_warned = self._has_warned or warn_of_lost_factor(self.param_groups)
+        if "factor" not in self._warned and warn_of_lost_factor(self.param_groups):
+            self._warned.add("factor")  # no attribute is set, as Dynamo refuses that
+        # 2. The tensors; whatever is refused is refused before anything has been changed
         coupled, uncoupled = self._collect()
-        # torch's part first: whatever it refuses, it refuses before anything has been changed.
+        # 3. The updates; torch's part first, which may refuse something, too
         for group, tensors, has_complex in uncoupled:
             self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
         update(coupled, unscale, found_inf, self._pending)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
-                assert p.grad is not None
-                p.grad.mul_(unscale.to(p.device))
+                if p.grad is not None:
+                    p.grad.mul_(unscale.to(p.device))
         return loss
 
     def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
@@ -317,21 +324,45 @@ class CoupledAdam(torch.optim.Adam):
         """
         coupled: list[CoupledMatrix] = []
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
+        is_compiling = torch.compiler.is_compiling()
         # Coupled groups first: what they refuse, they refuse before torch makes a state.
         for group in sorted(self.param_groups, key=lambda group: not group["coupled"]):
             tensors: Tensors = ([], [], [], [], [], [])
-            has_complex = self._init_group(group, *tensors)
+            if is_compiling or not group["coupled"]:
+                has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))
                 continue
-            for p, grad in zip(*tensors[:2]):
-                matrix = _matrix(group, p, grad, self.state[p], len(coupled))
-                if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
-                    coupled += flat.matrices(matrix, flat.shards_of(group)[p])
-                else:
-                    matrix.kernel = kernels.choose(matrix)
-                    coupled.append(matrix)
+            if not is_compiling:
+                check_betas(group)
+            for index, p in enumerate(group["params"]):
+                if _takes_part(p):
+                    coupled += self._matrices(group, index, len(coupled), is_compiling)
         return coupled, uncoupled
+
+    def _matrices(
+        self, group: dict[str, Any], index: int, number: int, is_checked: bool
+    ) -> list[CoupledMatrix]:
+        """The coupled matrix of a parameter, or those of which pieces lie in it.
+
+        Its checks and the choice of its kernel are those of the step before if all that they depend
+        on is the same.
+        """
+        p = group["params"][index]
+        state, kernel = self.state[p], self._checked.get(description(group, p, self.state[p]))
+        if kernel is None and not is_checked:
+            check_parameter(group, index)
+            fit_state(group, index, state)
+        matrix = CoupledMatrix.of(group, p, p.grad, state, number)
+        if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
+            pieces = [*flat.matrices(matrix, flat.shards_of(group)[p])]
+            for piece in pieces:
+                piece.kernel = flat
+            return pieces
+        matrix.kernel = kernel or kernels.choose(matrix)
+        if kernel is None and (key := description(group, p, state)) is not None:
+            self._checked[key] = matrix.kernel
+        return [matrix]
 
     def _update_uncoupled(
         self,
@@ -362,7 +393,7 @@ class CoupledAdam(torch.optim.Adam):
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        self._pending, self._has_warned = Pending(), False
+        self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
@@ -495,51 +526,6 @@ def _name_parameters(group: dict[str, Any], others: list[dict[str, Any]]) -> Non
         group.setdefault("param_names", [f"parameter {i}" for i in range(len(params))])
 
 
-def _matrix(
-    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], index: int
-) -> CoupledMatrix:
-    """A coupled matrix from this rank's parts, oriented so that rows are tokens.
-
-    A parameter that was flattened is left as it is, for :func:`coupled_adam.optim.flat.matrices`.
-    """
-    vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
-    no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
-    param, shape = parameter, parameter.shape
-    is_flat = len(shape) != 2
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
-    moments = [state.get(name) for name in names]
-    row_ranks: sharded.Ranks = ()
-    column_ranks: sharded.Ranks = ()
-    if sharded.is_dtensor(parameter):
-        local = sharded.to_local
-        if not sharded.is_laid_out(grad, parameter, None):  # as backward may leave it
-            grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-        param, grad = local(parameter), local(grad)
-        moments = [None if x is None else local(x) for x in moments]
-        row_ranks = sharded.ranks_over(parameter, vocab_dim)
-        column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
-    exp_avg, exp_avg_sq, max_exp_avg_sq, row_exp_avg_sq, mean_update = moments
-    assert exp_avg_sq is not None
-    if vocab_dim == 1 and not is_flat:
-        param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
-    return CoupledMatrix(
-        group=group,
-        parameter=parameter,
-        step=state["step"],
-        vocab_size=0 if is_flat else shape[vocab_dim],
-        hidden_size=0 if is_flat else shape[1 - vocab_dim],
-        param=param,
-        grad=grad,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        max_exp_avg_sq=max_exp_avg_sq,
-        row_exp_avg_sq=row_exp_avg_sq,
-        mean_update=mean_update,
-        lr=as_python_number(group["lr"], no_host_reads),
-        beta1=as_python_number(beta1, no_host_reads),
-        beta2=as_python_number(beta2, no_host_reads),
-        no_host_reads=no_host_reads,
-        index=index,
-        row_ranks=row_ranks,
-        column_ranks=column_ranks,
-    )
+def _takes_part(p: Tensor) -> bool:
+    """Whether there is a gradient, or may be one on another rank that has a part of the matrix."""
+    return p.grad is not None or (p.requires_grad and sharded.is_shared(p))

@@ -9,10 +9,9 @@ all ranks. Of LEAN's r each rank has all V numbers, so that rows on two ranks ne
 """
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,14 +74,12 @@ def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     }
 
 
-@dataclass(eq=False)
-class Segment:
-    """A matrix within a piece, its sums, and the tokens and features of the whole that it holds."""
+class Segment(NamedTuple):
+    """A matrix within a piece, and the tokens and features of the whole that it holds."""
 
     matrix: CoupledMatrix
     tokens: slice
     features: slice
-    sums: Sums
 
 
 def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[CoupledMatrix]:
@@ -122,26 +119,26 @@ def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[
             row_ranks=ranks,
             column_ranks=ranks,
             shard=shard,
-            kernel=sys.modules[__name__],
         )
 
 
 def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     """Cut a piece into segments, of which none is empty.
 
-    Each has a copy of what Coupled Adam updates with its columns, since others have the same
-    columns; LEAN only reads these vectors in a pass.
+    Each has a copy of the second moments that Coupled Adam updates with its columns, since others
+    have the same columns; LEAN only reads these vectors in a pass.
     """
     from coupled_adam.optim.kernels import choose
 
     assert matrix.shard is not None
+    is_coupled = matrix.row_exp_avg_sq is None
     width, offset = matrix.shard.shape[1], matrix.shard.offset
     start, stop = 0, matrix.param.numel()
 
     def of(vector: Tensor | None, place: slice) -> Any:
         if vector is None:
             return None
-        return vector[place] if matrix.is_lean else vector[place].clone()
+        return vector[place].clone() if is_coupled else vector[place]
 
     while start < stop:
         row, column = divmod(offset + start, width)
@@ -168,54 +165,67 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
             max_exp_avg_sq=of(matrix.max_exp_avg_sq, features),
             row_exp_avg_sq=of(matrix.row_exp_avg_sq, tokens),
             mean_update=of(matrix.mean_update, features),
+            shard=None,
         )
         of_segment.kernel = choose(of_segment)
-        yield Segment(of_segment, tokens, features, Sums())
+        yield Segment(of_segment, tokens, features)
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
-    """Add up the sums of the segments; of all tokens or features, also those that are elsewhere."""
-    wide = torch.float64 if matrix.param.is_cpu else torch.float32
-    whole = matrix.exp_avg_sq if matrix.row_exp_avg_sq is None else matrix.row_exp_avg_sq
-    total, segments = torch.zeros_like(whole, dtype=wide), [*split(matrix)]
-    for segment in segments:
-        segment.sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)
-        if segment.sums.rows is not None:
-            total[segment.tokens] += segment.sums.rows
-        elif segment.sums.columns is not None:
-            columns = segment.sums.columns
-            columns = columns if columns.dim() == 1 else columns.sum(0)  # over parts of the rows
-            total[segment.features] += columns
-    if matrix.is_lean:
-        return Sums(rows=total, kernel_state=segments)
-    return Sums(columns=total, kernel_state=segments)
+    """Add up the sums of the segments, [columns]; also of features that are elsewhere."""
+    total = torch.zeros_like(matrix.exp_avg_sq, dtype=_wide(matrix))
+    segments = []
+    for segment in split(matrix):
+        sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)
+        columns = sums.columns
+        columns = columns if columns.dim() == 1 else columns.sum(0)  # over parts of the rows
+        total[segment.features] += columns
+        segments.append((segment, sums))
+    return Sums(total, kernel_state=segments)
 
 
-def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
-    """Update the segments; with Coupled Adam then nu, of which each has updated its copy."""
-    assert sums is not None
-    width = len(matrix.exp_avg_sq)
-    wide = torch.float64 if matrix.param.is_cpu else torch.float32
-    total = torch.zeros(2 * width + 1, dtype=wide, device=matrix.param.device)
-    for segment in sums.kernel_state:
-        if scalars.noise is not None:
-            noise = scalars.noise._replace(row=segment.tokens.start, column=segment.features.start)
-            scalars = scalars._replace(noise=noise)
-        if not matrix.is_lean:
-            assert sums.columns is not None
-            segment.sums.columns = sums.columns[segment.features]
-            segment.matrix.kernel.apply(segment.matrix, segment.sums, scalars)
-            continue
-        assert sums.weights is not None
-        weights = Sums(weights=sums.weights[segment.tokens])
-        sums_of_segment = segment.matrix.kernel.apply(segment.matrix, weights, scalars)
-        assert sums_of_segment is not None
-        updates, squares, count = sums_of_segment.split([len(segment.matrix.exp_avg_sq)] * 2 + [1])
-        total[:width][segment.features] += updates
-        total[width:-1][segment.features] += squares
-        if segment.features.start == 0:  # so that a row that is cut counts once
-            total[-1:] += count
-    if matrix.is_lean:
-        return total
+def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
+    """Update the segments, and then nu, of which each has updated its copy."""
+    for segment, sums_of_segment in sums.kernel_state:
+        sums_of_segment.columns = sums.columns[segment.features]
+        of_segment = _of_segment(scalars, segment)
+        segment.matrix.kernel.apply_coupled(segment.matrix, sums_of_segment, of_segment)
     reference.step_size(matrix, sums, scalars)
-    return None
+
+
+def sum_rows(matrix: CoupledMatrix) -> Tensor:
+    """Add up the sums of the segments, [rows]; also of tokens that are elsewhere."""
+    assert matrix.row_exp_avg_sq is not None
+    total = torch.zeros_like(matrix.row_exp_avg_sq, dtype=_wide(matrix))
+    for segment in split(matrix):
+        total[segment.tokens] += segment.matrix.kernel.sum_rows(segment.matrix)
+    return total
+
+
+def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
+    """Update the segments, and add up their sums, [2 columns + 1]."""
+    assert weights is not None
+    width = len(matrix.exp_avg_sq)
+    total = torch.zeros(2 * width + 1, dtype=_wide(matrix), device=matrix.param.device)
+    for segment in split(matrix):
+        part, features = segment.matrix, segment.features
+        sums = part.kernel.lean(part, weights[segment.tokens], _of_segment(scalars, segment))
+        assert sums is not None
+        updates, squares, count = sums.split([len(part.exp_avg_sq)] * 2 + [1])
+        total[:width][features] += updates
+        total[width:-1][features] += squares
+        if features.start == 0:  # so that a row that is cut counts once
+            total[-1:] += count
+    return total
+
+
+def _wide(matrix: CoupledMatrix) -> torch.dtype:
+    return torch.float64 if matrix.param.is_cpu else torch.float32
+
+
+def _of_segment(scalars: Scalars, segment: Segment) -> Scalars:
+    """The scalars of a segment, whose rounding noise begins at its first element."""
+    if scalars.noise is None:
+        return scalars
+    noise = scalars.noise._replace(row=segment.tokens.start, column=segment.features.start)
+    return scalars._replace(noise=noise)

@@ -1,4 +1,4 @@
-"""One coupled matrix in one step: what is given, what a pass returns, and the two passes.
+"""One coupled matrix in one step: what is given, what a pass returns, and the passes.
 
 :mod:`coupled_adam.optim.update` calls the passes of a :class:`Kernel` in their order;
 :mod:`coupled_adam.optim.reference` is the kernel to read first.
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from coupled_adam.optim import sharded
 from coupled_adam.optim.rounding import Noise
 from coupled_adam.optim.sharded import PLAIN, Ranks
 
@@ -25,37 +26,51 @@ OPTIONS: dict[str, Any] = {
 
 
 class Kernel(Protocol):
-    """The two passes over a matrix, implemented by a module.
+    """The passes over a matrix, implemented by a module.
+
+    Coupled Adam takes ``sum_squares`` and ``apply_coupled``, and LEAN takes ``lean``, after
+    ``sum_rows`` where rows are cut.
 
     Attributes:
         SKIPS_ON_DEVICE: whether it reads ``skip`` and ``t`` on the device. If it cannot, the host
-            waits for GradScaler's ``found_inf`` before it calls ``apply``.
+            waits for GradScaler's ``found_inf`` before it calls ``apply_coupled`` or ``lean``.
     """
 
     SKIPS_ON_DEVICE: bool
 
     def sum_squares(self, matrix: "CoupledMatrix", unscaled: bool) -> "Sums":
-        """Sum the squared gradient over this rank's rows; with LEAN over its columns instead.
+        """Sum the squared gradient over this rank's rows.
 
-        ``unscaled`` says that the step will be taken, with the gradient as it is: Coupled Adam's
-        ``exp_avg`` may then be updated in the same pass.
+        ``unscaled`` says that the step will be taken, with the gradient as it is: ``exp_avg`` may
+        then be updated in the same pass.
         """
 
-    def apply(
-        self, matrix: "CoupledMatrix", sums: "Sums | None", scalars: "Scalars"
-    ) -> "Tensor | None":
+    def apply_coupled(self, matrix: "CoupledMatrix", sums: "Sums", scalars: "Scalars") -> None:
         """Update ``exp_avg`` unless it has been updated, the second moments, and ``param``.
 
-        Coupled Adam needs the ``sums`` over all ranks. LEAN needs none where rows are whole, and
-        returns this step's sums over the rows, [2 columns + 1], as
-        :func:`coupled_adam.optim.reference.lean` describes them. It may return None after
+        ``sums`` are those over all ranks.
+        """
+
+    def sum_rows(self, matrix: "CoupledMatrix") -> Tensor:
+        """Sum the squared gradient over this rank's columns, [rows]."""
+
+    def lean(
+        self, matrix: "CoupledMatrix", weights: Tensor | None, scalars: "Scalars"
+    ) -> Tensor | None:
+        """Update r, ``exp_avg`` and ``param``; return the sums over the rows, [2 columns + 1].
+
+        See :func:`coupled_adam.optim.reference.lean`. ``weights``, [rows], are given where rows are
+        cut, and r is left alone then. Otherwise it may return None after
         :func:`coupled_adam.optim.reference.finish` or the like, if no other rank has rows.
         """
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
+
+
 @dataclass(eq=False, slots=True)
 class CoupledMatrix:
-    """What is given of a coupled matrix in one step. No pass changes its fields.
+    """What is given of a coupled matrix in one step. No kernel changes its fields.
 
     ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, [rows, columns],
     transposed if ``vocab_dim`` is 1, so that each row belongs to one token. Of a matrix that has
@@ -71,10 +86,12 @@ class CoupledMatrix:
         exp_avg_sq: nu, [columns].
         max_exp_avg_sq: nu's running maximum; None without ``amsgrad``.
         row_exp_avg_sq: LEAN's r, [rows]; None in Coupled Adam.
-        mean_update: LEAN's d, [columns]; None without ``zero_sum``.
+        mean_update: LEAN's d, [columns]; None without ``zero_sum``, and at a rate of 0.
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
         no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
             read as a Python number.
+        has_gradient: whether there is a gradient, on this rank as far as others are not known;
+            otherwise ``grad`` is zeros.
         index: the matrix's number among the optimizer's, which makes its rounding noise its own.
         row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
             (see :func:`sharded.add_up`).
@@ -87,22 +104,88 @@ class CoupledMatrix:
     step: Tensor
     vocab_size: int
     hidden_size: int
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    row_exp_avg_sq: Tensor | None
-    mean_update: Tensor | None
+    param: Tensor  # [rows, columns]
+    grad: Tensor  # [rows, columns]
+    exp_avg: Tensor | None  # [rows, columns]
+    exp_avg_sq: Tensor  # [columns]
+    max_exp_avg_sq: Tensor | None  # [columns]
+    row_exp_avg_sq: Tensor | None  # [rows]
+    mean_update: Tensor | None  # [columns]
     lr: float | Tensor
     beta1: float | Tensor
     beta2: float | Tensor
     no_host_reads: bool
+    has_gradient: bool = True
     index: int = 0
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
     shard: Any = None
     kernel: Kernel = None  # type: ignore[assignment]  # set once the rest is known
+
+    @classmethod
+    def of(
+        cls,
+        group: dict[str, Any],
+        parameter: Tensor,
+        grad: Tensor | None,
+        state: dict[str, Tensor],
+        index: int,
+    ) -> "CoupledMatrix":
+        """This rank's parts of a parameter, its gradient and its state, with tokens as rows.
+
+        A rank without a gradient takes zeros. A parameter that was flattened is left as it is, for
+        :func:`coupled_adam.optim.flat.matrices`.
+        """
+        vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
+        no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
+        param, shape, has_gradient = parameter, parameter.shape, grad is not None
+        moments = [state.get(name) for name in _MOMENTS]
+        row_ranks: Ranks = ()
+        column_ranks: Ranks = ()
+        # 1. This rank's parts
+        if type(parameter) not in PLAIN and sharded.is_dtensor(parameter):
+            if grad is not None and not sharded.is_laid_out(grad, parameter, None):
+                # as backward may leave it
+                grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+            param = sharded.to_local(parameter)
+            grad = None if grad is None else sharded.to_local(grad)
+            moments = [None if x is None else sharded.to_local(x) for x in moments]
+            row_ranks = sharded.ranks_over(parameter, vocab_dim)
+            column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
+        if grad is None:
+            grad = torch.zeros_like(param)
+        # 2. With tokens as rows
+        exp_avg, exp_avg_sq, max_exp_avg_sq, row_exp_avg_sq, mean_update = moments
+        assert exp_avg_sq is not None
+        is_flat = len(shape) != 2
+        if vocab_dim == 1 and not is_flat:
+            param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
+        # 3. Numbers, where they can be read without waiting for a device
+        lr = as_python_number(group["lr"], no_host_reads)
+        if not isinstance(lr, Tensor) and lr == 0:
+            mean_update = None  # nothing moves, and so nothing is given back
+        return cls(
+            group=group,
+            parameter=parameter,
+            step=state["step"],
+            vocab_size=0 if is_flat else shape[vocab_dim],
+            hidden_size=0 if is_flat else shape[1 - vocab_dim],
+            param=param,
+            grad=grad,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            max_exp_avg_sq=max_exp_avg_sq,
+            row_exp_avg_sq=row_exp_avg_sq,
+            mean_update=mean_update,
+            lr=lr,
+            beta1=as_python_number(beta1, no_host_reads),
+            beta2=as_python_number(beta2, no_host_reads),
+            no_host_reads=no_host_reads,
+            has_gradient=has_gradient,
+            index=index,
+            row_ranks=row_ranks,
+            column_ranks=column_ranks,
+        )
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -116,9 +199,10 @@ class CoupledMatrix:
         return [x for x in vectors if x is not None]
 
     @property
-    def is_lean(self) -> bool:
-        """Whether rows have weights of their own or zero-sum updates, in one pass."""
-        return self.row_exp_avg_sq is not None
+    def changed(self) -> list[Tensor]:
+        """What a step writes, for autograd: all tensors but the gradient."""
+        matrices = [self.param] if self.exp_avg is None else [self.param, self.exp_avg]
+        return [*matrices, *self.vectors]
 
     @property
     def has_penalty(self) -> bool:
@@ -133,23 +217,15 @@ class CoupledMatrix:
 
 @dataclass(eq=False)
 class Sums:
-    """What a pass over a matrix returns, and what ``apply`` needs of it.
+    """What Coupled Adam's first pass over a matrix returns, and what ``apply_coupled`` needs.
 
     Attributes:
         columns: sum_i g_ij^2, [columns], in float32 or wider. For a matrix that no other rank
             shares, a kernel may also return sums over parts of the rows, [parts, columns].
-        rows: LEAN's sum_j g_ij^2, [rows], where rows are not whole; None otherwise.
-        mean_nu: the mean of LEAN's nu over all columns, 0-dim, where rows are not whole.
-        weights: LEAN's factor w of each row's update, once it is known, [rows].
-        moment_is_updated: whether ``exp_avg`` has been updated with the sums.
-        kernel_state: whatever a kernel keeps from ``sum_squares`` for ``apply``.
+        kernel_state: whatever a kernel keeps from the first pass for the second.
     """
 
-    columns: Tensor | None = None
-    rows: Tensor | None = None
-    mean_nu: Tensor | None = None
-    weights: Tensor | None = None
-    moment_is_updated: bool = False
+    columns: Tensor
     kernel_state: Any = None
 
 

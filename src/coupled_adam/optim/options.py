@@ -121,6 +121,11 @@ def has_momentum(group: Group) -> bool:
     return isinstance(beta1, Tensor) or beta1 != 0
 
 
+def is_lean(group: Group) -> bool:
+    """Whether a group is coupled and updated by LEAN."""
+    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
+
+
 def warn_of_momentum(groups: list[Group]) -> None:
     """Warn once of each group that a schedule has given a momentum, and so a matrix of state."""
     for group in groups:

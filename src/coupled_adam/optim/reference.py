@@ -29,8 +29,9 @@ e once::
 A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
 the others. What the step moved the mean embedding by, d, is given back in the next one. A column
 with nu = 0 does not move, as nothing is known of it yet: so the first step of LEAN moves nothing,
-except by weight decay, and only measures. A row whose squares overflow has w_i = 0: it stays where
-it is, and the other rows are not affected.
+except by weight decay, and only measures. A row whose squares overflow has w_i = 0, and a column
+whose squares overflow has a rate of 0 and is left out of rho: they stay where they are, and the
+others are not affected. At lr = 0 nothing moves: d is kept for a later step.
 
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
 tested against this module, and this module against the formulas in float64.
@@ -46,18 +47,8 @@ SKIPS_ON_DEVICE = False
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
-    """The sums of g^2 over this rank's tokens, [columns]; with LEAN over its columns, [rows]."""
-    square = matrix.grad.to(matrix.exp_avg_sq.dtype).square()
-    return Sums(rows=square.sum(1)) if matrix.is_lean else Sums(columns=square.sum(0))
-
-
-def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
-    """Update the matrix by Coupled Adam or by LEAN."""
-    if matrix.is_lean:
-        return lean(matrix, None if sums is None else sums.weights, scalars)
-    assert sums is not None
-    apply_coupled(matrix, sums, scalars)
-    return None
+    """The sums of g^2 over this rank's tokens, [columns]."""
+    return Sums(matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(0))
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
@@ -73,6 +64,11 @@ def update_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> No
     _write(matrix, values, scalars)
 
 
+def sum_rows(matrix: CoupledMatrix) -> Tensor:
+    """The sums of g^2 over this rank's columns, [rows]."""
+    return matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(1)
+
+
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
     """Update r [V], m and e [V, H]; return what :func:`finish` needs for nu and d.
 
@@ -85,17 +81,19 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         sum_i u_i, sum_i g_i^2 and k, one behind the other, [2 H + 1].
     """
     grad = scaled_gradient(matrix, scalars)  # [V, H]
-    rates = lean_rates(matrix, scalars)  # [H]
     if weights is None:
-        weights = update_rows(matrix, grad.square().sum(1), scalars)  # [V]
-        rates = rates * relative(matrix, matrix.exp_avg_sq.mean(), scalars)
+        mean_nu = finite_mean(*finite_sum(matrix.exp_avg_sq))
+        weights = row_weights(matrix, grad.square().sum(1), mean_nu, scalars)  # [V]
+    # 1. u: the updates of the rows that have had a gradient
     active = (weights != 0)[:, None]  # [V, 1]
+    grad = torch.where(active, grad, 0.0)
     m = moment(matrix, grad, scalars)  # [V, H]
-    step = torch.where(active, weights[:, None] * m, 0.0) * rates  # [V, H]
-    squares = torch.where(active, grad, 0.0).square()  # [V, H]
-    sums = torch.cat([step.sum(0), squares.sum(0), active.sum(0).to(step.dtype)])
-    if matrix.mean_update is not None:
-        step = step - torch.where(active, matrix.mean_update, 0.0)
+    step = torch.where(active, weights[:, None] * m, 0.0) * column_rates(matrix, scalars)
+    # 2. The sums for the next step
+    sums = torch.cat([step.sum(0), grad.square().sum(0), active.sum(0).to(step.dtype)])
+    # 3. e: what the step before has moved the mean by is given back
+    if (d := given_back(matrix)) is not None:
+        step = step - torch.where(active, d, 0.0)
     move(matrix, step, scalars)
     return sums
 
@@ -105,11 +103,21 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
     updates, squares, (count,) = sums.split([len(matrix.exp_avg_sq)] * 2 + [1])
     nothing = count == 0  # the step was skipped, or no token has had a gradient
     count = count.clamp(min=1)
-    nu, beta2 = matrix.exp_avg_sq, matrix.beta2
-    nu.copy_(torch.where(nothing, nu, beta2 * nu + (1 - beta2) * squares / count))
-    if matrix.mean_update is not None:
-        d = matrix.mean_update
+    nu, d = matrix.exp_avg_sq, matrix.mean_update
+    nu.copy_(torch.where(nothing, nu, _averaged(nu, squares / count, matrix.beta2)))
+    if d is not None:
+        if isinstance(matrix.lr, Tensor):
+            nothing = nothing | (matrix.lr == 0).to(d.device)
         d.copy_(torch.where(nothing, d, updates / count))
+
+
+def given_back(matrix: CoupledMatrix) -> Tensor | None:
+    """d, [H], as it is subtracted; zeros at a rate of 0, at which nothing moves."""
+    d = matrix.mean_update
+    if d is None or not isinstance(matrix.lr, Tensor):
+        return d
+    zero: Tensor = (matrix.lr == 0).to(d.device)
+    return torch.where(zero, 0.0, d)
 
 
 def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:
@@ -119,25 +127,22 @@ def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:
     _write(matrix, values, scalars)
 
 
-def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) -> Tensor:
-    """Update r_i from the sums of (factor g)^2 over all columns; return w without rho, [rows]."""
-    r, beta2 = matrix.row_exp_avg_sq, matrix.beta2
+def row_weights(
+    matrix: CoupledMatrix, row_squares: Tensor, mean_nu: Tensor, scalars: Scalars
+) -> Tensor:
+    """Update r_i from the sums of (factor g)^2 over all columns, [rows]; return w_i, [rows]."""
+    r, exponent = matrix.row_exp_avg_sq, matrix.group["row_exponent"] / 2
     assert r is not None
-    new = _average(r, row_squares / matrix.hidden_size, beta2)
-    exponent = matrix.group["row_exponent"] / 2
-    # The inner `where` keeps the gradient of a differentiable step finite.
-    powers = torch.where(new == 0, 1.0, new / (1 - beta2**scalars.t)) ** -exponent
-    return torch.where((new == 0) | new.isinf(), 0.0, powers)
-
-
-def relative(matrix: CoupledMatrix, mean_nu: Tensor, scalars: Scalars) -> Tensor:
-    """rho^(a/2), which makes the weights w relative, given the mean of nu over all columns."""
+    new = _averaged(r, row_squares / matrix.hidden_size, matrix.beta2)
+    r.copy_(new)
     rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _seen(matrix.beta2, scalars.t)
-    power: Tensor = rho ** (matrix.group["row_exponent"] / 2)
-    return power
+    # The inner `where` keeps the gradient of a differentiable step finite.
+    powers = torch.where(new == 0, 1.0, new / (1 - matrix.beta2**scalars.t)) ** -exponent
+    weights: Tensor = torch.where((new == 0) | new.isinf(), 0.0, powers) * rho**exponent
+    return weights.to(r.dtype)
 
 
-def lean_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
+def column_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     """The factor of w_i m_i in the update of e_i, [H]; 0 where nu is 0."""
     group, t, nu = matrix.group, scalars.t, matrix.exp_avg_sq
     lr = matrix.lr / (1 - matrix.beta1**t)
@@ -146,16 +151,27 @@ def lean_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
 
 
+def finite_sum(nu: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the columns whose squares have not overflowed, and their number, 0-dim each."""
+    is_finite = ~nu.isinf()
+    return torch.where(is_finite, nu, 0.0).sum(), is_finite.sum()
+
+
+def finite_mean(total: Tensor, count: Tensor) -> Tensor:
+    """The mean of what :func:`finite_sum` has summed, 0-dim; 0 if there is nothing."""
+    return total / count.clamp(min=1)
+
+
 def step_size(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> Tensor:
     """Update nu and its maximum; return the factor of m_i in the update of e_i, [H].
 
     With ``amsgrad`` the running maximum is taken of the average nu; this is not the average of the
     rows' maxima.
     """
-    assert sums.columns is not None
     group, beta2, t = matrix.group, matrix.beta2, scalars.t
     mean_square = scaled(sums.columns, scalars.factor) / matrix.vocab_size
-    nu = _average(matrix.exp_avg_sq, mean_square, beta2)
+    nu = _averaged(matrix.exp_avg_sq, mean_square, beta2)
+    matrix.exp_avg_sq.copy_(nu)
     if matrix.max_exp_avg_sq is not None:
         nu = torch.maximum(matrix.max_exp_avg_sq.clone(), nu)
         matrix.max_exp_avg_sq.copy_(nu)
@@ -209,8 +225,11 @@ def _seen(beta2: float | Tensor, t: float | Tensor) -> float | Tensor:
     return 1 - beta2 ** (t - 1) if t > 1 else 1.0
 
 
-def _average(old: Tensor, mean_square: Tensor, beta2: float | Tensor) -> Tensor:
-    """Move an average of squares on by one step, and return it."""
-    new = (beta2 * old + (1 - beta2) * mean_square.to(old.dtype)).to(old.dtype)
-    old.copy_(new)
-    return new
+def _averaged(old: Tensor, mean_square: Tensor, beta2: float | Tensor) -> Tensor:
+    """An average of squares one step on.
+
+    In double precision where the device has it: in single precision beta2 is rounded, and no longer
+    1 minus the share of the new square.
+    """
+    wide = old.dtype if old.device.type == "mps" else torch.float64
+    return (beta2 * old.to(wide) + (1 - beta2) * mean_square.to(wide)).to(old.dtype)

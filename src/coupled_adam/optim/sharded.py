@@ -57,6 +57,11 @@ def shards(placement: Any, dimension: int) -> bool:
     return getattr(placement, "dim", None) == dimension
 
 
+def is_shared(p: Tensor) -> bool:
+    """Whether other ranks have parts of a matrix that this one does not have."""
+    return is_dtensor(p) and any(shards(x, 0) or shards(x, 1) for x in p.placements)  # type: ignore[attr-defined]
+
+
 def ranks_over(p: Tensor, dimension: int) -> Ranks:
     """The ranks over which a dimension of a DTensor is sharded, as :func:`add_up` takes them."""
     placements = p.placements  # type: ignore[attr-defined]

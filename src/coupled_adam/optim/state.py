@@ -4,6 +4,7 @@ A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}`
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.options import Group, check_options, has_momentum
+from coupled_adam.optim.matrix import is_plain_memory
+from coupled_adam.optim.options import Group, check_options, has_momentum, is_lean
 from coupled_adam.optim.warn import warn
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
@@ -46,6 +48,7 @@ def check_group(group: Group) -> None:
     check_options(group)
     if not group["coupled"]:
         return
+    check_betas(group)
     if group["stochastic_rounding"] and group["differentiable"]:
         raise ValueError("stochastic_rounding=True is not differentiable: leave one of them out")
     if group["amsgrad"] and is_lean(group):
@@ -65,6 +68,23 @@ def check_group(group: Group) -> None:
             )
 
 
+def check_betas(group: Group) -> None:
+    """Raise ValueError if LEAN's momentum would grow where a row has no gradient any more.
+
+    It moves by m_i / r_i^(a/2), whose numerator shrinks by beta1 in a step, and the denominator by
+    beta2^(a/2).
+    """
+    (beta1, beta2), a = group["betas"], group["row_exponent"]
+    if not a or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or beta1 == 0:
+        return
+    if beta1 >= beta2 ** (a / 2):
+        raise ValueError(
+            f"Invalid betas: {group['betas']} with row_exponent={a}: a token without gradients "
+            "would move faster and faster (betas[0] must be below betas[1] ** (row_exponent / 2) = "
+            f"{beta2 ** (a / 2):.4g})"
+        )
+
+
 def check_parameter(group: Group, index: int) -> None:
     """Raise ValueError or RuntimeError if a parameter cannot be updated.
 
@@ -72,6 +92,13 @@ def check_parameter(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     _check_matrix(group, index)
+    if type(p) not in sharded.PLAIN and group["vocab_dim"] == 1 and not sharded.is_dtensor(p):
+        raise RuntimeError(
+            f"cannot couple {describe(group, index)} with vocab_dim=1: it is a "
+            f"{type(p).__name__}, whose transpose may be a copy. Store it as [V, H]"
+        )
+    if p.grad is None:  # of this rank alone
+        return
     if p.grad.layout != torch.strided:
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: its gradient is sparse, but coupling "
@@ -84,6 +111,32 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
+
+
+def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
+    """All that the checks of a matrix and the choice of its kernel depend on.
+
+    None for what is not a whole matrix in plain tensors, which is checked at every step.
+    """
+    grad = p.grad
+    if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or group.get("flat_shards"):
+        return None
+    if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
+        return None
+    named = {name: state[name] for name in MOMENTS if name in state}
+    tensors = [("", p), ("grad", grad), *named.items()]
+    options = tuple(group[name] for name in _DECISIVE)
+    return (
+        tuple(group["betas"]),
+        *options,
+        *(
+            (name, x.dtype, x.device, x.shape, x.stride(), is_plain_memory(x))
+            for name, x in tensors
+        ),
+    )
+
+
+_DECISIVE = ("row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable")
 
 
 def _check_matrix(group: Group, index: int) -> None:
@@ -127,11 +180,6 @@ def layout_of(tensor: Tensor) -> str:
     if not sharded.is_dtensor(tensor):
         return "whole tensor"
     return f"DTensor with placements {tensor.placements}"  # type: ignore[attr-defined]
-
-
-def is_lean(group: Group) -> bool:
-    """Whether a group is coupled and updated by LEAN."""
-    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
 
 
 def entries(group: Group) -> dict[str, int | None]:

@@ -3,33 +3,46 @@
 :func:`update_coupled` is the paper's algorithm, in two passes over memory: sums, which all ranks
 add up, then the update. :func:`update_lean` is one pass, whose sums the next step needs; see
 :mod:`coupled_adam.optim.reference`.
+
+With its sums each rank says whether it has a gradient of the matrix, so that ranks may have
+different sets of gradients: where one has none, it takes part with zeros if any other has one.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import choose
-from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, as_python_number
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, as_python_number
+from coupled_adam.optim.options import is_lean
 from coupled_adam.optim.rounding import noise_of
-from coupled_adam.optim.sharded import Reduction
-
-Stepping = list[tuple[CoupledMatrix, Scalars]]
+from coupled_adam.optim.sharded import Ranks, Reduction
 
 
 class Pending:
     """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
 
     def __init__(self) -> None:
-        self._sums: list[tuple[list[CoupledMatrix], Reduction, bool]] = []
+        self._sums: list[tuple[list[tuple[CoupledMatrix, CoupledMatrix]], Reduction, bool]] = []
 
-    def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
-        """Remember sums that are on their way; but no gradients, which may be freed meanwhile."""
-        without_grads = [dataclasses.replace(m, grad=m.exp_avg_sq.new_empty(0)) for m in matrices]
-        self._sums.append((without_grads, reduction, _is_capturing(matrices[0].param)))
+    def add(
+        self, matrices: Sequence[tuple[CoupledMatrix, CoupledMatrix]], reduction: Reduction
+    ) -> None:
+        """Remember sums that are on their way; but no gradients, which may be freed meanwhile.
+
+        Args:
+            matrices: each matrix, and the one that has been updated: itself, or its copy.
+            reduction: the sums.
+        """
+        without_grads = []
+        for matrix, updated in matrices:
+            rest = replace(matrix, grad=matrix.exp_avg_sq.new_empty(0))
+            without_grads.append((rest, rest if updated is matrix else updated))
+        self._sums.append((without_grads, reduction, _is_capturing(matrices[0][0].param)))
 
     def finish(self) -> None:
         """Wait for all sums, and update nu and d with them.
@@ -39,18 +52,16 @@ class Pending:
         """
         while self._sums:
             matrices, reduction, is_captured = self._sums[-1]
-            if _is_capturing(matrices[0].param) and not is_captured:
+            if _is_capturing(matrices[0][0].param) and not is_captured:
                 raise RuntimeError(
                     "a CUDA graph is captured while ranks add up the sums of LEAN's last step: "
                     "set capturable=True before that step, or call state_dict() before the capture"
                 )
             self._sums.pop()
-            for matrix, total in zip(matrices, reduction.result()):
-                reference.finish(matrix, total)
-
-
-def _is_capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+            for (matrix, updated), total in zip(matrices, reduction.result()):
+                if _is_stepping(matrix, total):
+                    _take_over(matrix, updated)
+                    reference.finish(matrix, total[:-1])
 
 
 def update(
@@ -67,11 +78,15 @@ def update(
         found_inf: GradScaler's flag; nothing is changed unless it is 0.
         pending: takes the sums that the next step needs.
     """
-    # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
-    matrices = [with_penalty(m, factor) if m.has_penalty else m for m in matrices]
-    if coupled := [m for m in matrices if not m.is_lean]:
+    coupled: list[CoupledMatrix] = []
+    lean: list[CoupledMatrix] = []
+    for matrix in matrices:
+        # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
+        penalized = with_penalty(matrix, factor) if matrix.has_penalty else matrix
+        (lean if is_lean(matrix.group) else coupled).append(penalized)
+    if coupled:
         update_coupled(coupled, factor, found_inf)
-    if lean := [m for m in matrices if m.is_lean]:
+    if lean:
         update_lean(lean, factor, found_inf, pending)
 
 
@@ -79,19 +94,26 @@ def update_coupled(
     matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
-    all_sums, vectors = [], []
+    # 1. Sum the squares of this rank's rows, [columns] for each matrix
+    stepping = []
     for matrix in matrices:
+        if not (matrix.has_gradient or matrix.row_ranks):
+            continue
         is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
-        sums = matrix.kernel.sum_squares(matrix, found_inf is None and not is_scaled)
-        assert sums.columns is not None
-        all_sums.append(sums)
-        vectors.append((sums.columns, matrix.row_ranks))
-    for sums, total in zip(all_sums, Reduction(vectors).result()):
-        sums.columns = total
-    # The last gradient may still be in the cache.
-    for matrix, sums in reversed([*zip(matrices, all_sums)]):
+        is_certain = found_inf is None and matrix.has_gradient
+        sums = matrix.kernel.sum_squares(matrix, is_certain and not is_scaled)
+        stepping.append((matrix, sums))
+    # 2. Add up those of all ranks
+    if shared := [(m, sums) for m, sums in stepping if m.row_ranks]:
+        reduction = _add_up([(m, sums.columns, m.row_ranks) for m, sums in shared])
+        for (matrix, sums), total in zip(shared, reduction.result()):
+            sums.columns = total[:-1]
+            if not _is_stepping(matrix, total):
+                stepping.remove((matrix, sums))
+    # 3. Update, the last matrix first: its gradient may still be in the cache
+    for matrix, sums in reversed(stepping):
         if (scalars := _advance(matrix, factor, found_inf)) is not None:
-            matrix.kernel.apply(matrix, sums, scalars)
+            matrix.kernel.apply_coupled(matrix, sums, scalars)
 
 
 def update_lean(
@@ -101,49 +123,95 @@ def update_lean(
     pending: Pending,
 ) -> None:
     """LEAN: update with the sums of the step before, and sum for the next one."""
-    stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
-    _lean_pass(stepping, pending)
-    # What records a step must see all of it, and DeepSpeed's wrapper may read the state itself.
-    if any(m.no_host_reads or m.group["capturable"] or m.shard is not None for m in matrices):
+    # 1. Where ranks or segments have parts of rows: the sums over whole rows, [rows], and mean(nu)
+    cut = [matrix for matrix in matrices if not matrix.has_whole_rows]
+    whole_rows = _sum_rows(cut) if cut else {}
+    # 2. The pass; with zeros on a copy as long as no rank is known to have a gradient
+    shared, is_waiting = [], False
+    for matrix in matrices:
+        if not (matrix.has_gradient or matrix.row_ranks):
+            continue
+        updated = matrix if matrix.has_gradient else _copy(matrix)
+        if (scalars := _advance(updated, factor, found_inf)) is None:
+            continue
+        weights = None
+        if matrix in whole_rows:
+            squares, mean_nu = whole_rows[matrix]
+            squares = reference.scaled(squares, scalars.factor)
+            weights = reference.row_weights(updated, squares, mean_nu, scalars)
+        total = matrix.kernel.lean(updated, weights, scalars)
+        # What records a step must see all of it; DeepSpeed's wrapper may read the state itself.
+        is_recorded = matrix.no_host_reads or matrix.group["capturable"]
+        is_waiting |= is_recorded or matrix.shard is not None or updated is not matrix
+        if matrix.row_ranks:
+            assert total is not None
+            shared.append((matrix, updated, total))
+        elif total is not None:
+            reference.finish(matrix, total)
+    # 3. Start to add up what ranks have summed, [2 columns + 1] for each matrix
+    if shared:
+        reduction = _add_up([(matrix, total, matrix.row_ranks) for matrix, _, total in shared])
+        pending.add([(matrix, updated) for matrix, updated, _ in shared], reduction)
+    if is_waiting:
         pending.finish()
 
 
-def _lean_pass(stepping: Stepping, pending: Pending) -> None:
-    """Pass over the matrices, and start to add up what the ranks have summed."""
-    row_sums = _sum_rows([matrix for matrix, _ in stepping if not matrix.has_whole_rows])
-    waiting = []
-    for matrix, scalars in stepping:
-        if (sums := row_sums.get(matrix)) is not None:
-            assert sums.rows is not None
-            assert sums.mean_nu is not None
-            squares = reference.scaled(sums.rows, scalars.factor)
-            weights = reference.update_rows(matrix, squares, scalars)
-            sums.weights = weights * reference.relative(matrix, sums.mean_nu, scalars)
-        total = matrix.kernel.apply(matrix, sums, scalars)
-        if total is not None and matrix.row_ranks:
-            waiting.append((matrix, total))
-        elif total is not None:
-            reference.finish(matrix, total)
-    if waiting:
-        reduction = Reduction([(total, matrix.row_ranks) for matrix, total in waiting])
-        pending.add([matrix for matrix, _ in waiting], reduction)
+def _sum_rows(
+    matrices: Sequence[CoupledMatrix],
+) -> dict[CoupledMatrix, tuple[Tensor, Tensor]]:
+    """The sums over whole rows of the squared gradient, [rows], and nu's mean over all columns.
 
-
-def _sum_rows(matrices: Sequence[CoupledMatrix]) -> dict[CoupledMatrix, Sums]:
-    """The sums over whole rows of the squared gradient, and the mean of nu, over all ranks."""
-    all_sums = {matrix: matrix.kernel.sum_squares(matrix, False) for matrix in matrices}
+    A matrix then has a gradient if any rank has one.
+    """
     vectors = []
-    for matrix, sums in all_sums.items():
-        assert sums.rows is not None
-        parts = [sums.rows]
-        if matrix.shard is None:  # of a flattened matrix each rank has all of nu
-            parts.append(matrix.exp_avg_sq.sum()[None].to(sums.rows.dtype))
-        vectors.append((torch.cat(parts), matrix.column_ranks))
-    for (matrix, sums), total in zip(all_sums.items(), Reduction(vectors).result()):
-        is_whole = matrix.shard is None
-        sums.rows, nu = (total[:-1], total[-1]) if is_whole else (total, matrix.exp_avg_sq.sum())
-        sums.mean_nu = nu / matrix.hidden_size
-    return all_sums
+    for matrix in matrices:
+        rows = matrix.kernel.sum_rows(matrix)
+        # Of a flattened matrix each rank has all of nu, which does not change the mean.
+        nu = torch.stack([x.to(rows) for x in reference.finite_sum(matrix.exp_avg_sq)])
+        vectors.append((matrix, torch.cat([rows, nu]), matrix.column_ranks))
+    whole_rows = {}
+    for matrix, total in zip(matrices, _add_up(vectors).result()):
+        matrix.has_gradient = _is_stepping(matrix, total)
+        whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
+    return whole_rows
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _add_up(vectors: Sequence[tuple[CoupledMatrix, Tensor, Ranks]]) -> Reduction:
+    """Start to add vectors over ranks, each with one number more: how many have a gradient."""
+    return Reduction(
+        [(pad(vector, (0, 1), value=float(m.has_gradient)), ranks) for m, vector, ranks in vectors]
+    )
+
+
+def _is_stepping(matrix: CoupledMatrix, total: Tensor) -> bool:
+    """Whether any rank has a gradient; the host only waits for the number where this has none."""
+    return matrix.has_gradient or bool(total[-1] != 0)
+
+
+def _copy(matrix: CoupledMatrix) -> CoupledMatrix:
+    """A copy of what LEAN's pass changes."""
+    moment, r = matrix.exp_avg, matrix.row_exp_avg_sq
+    assert r is not None
+    return replace(
+        matrix,
+        param=matrix.param.clone(),
+        exp_avg=None if moment is None else moment.clone(),
+        row_exp_avg_sq=r.clone(),
+        step=matrix.step.clone(),
+    )
+
+
+def _take_over(matrix: CoupledMatrix, updated: CoupledMatrix) -> None:
+    """Change a matrix to its copy after the pass."""
+    if updated is matrix:
+        return
+    for name in ("param", "exp_avg", "row_exp_avg_sq", "step"):
+        if (value := getattr(matrix, name)) is not None:
+            value.copy_(getattr(updated, name))
 
 
 def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:
@@ -154,9 +222,8 @@ def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:
     if matrix.group["maximize"]:
         grad = -grad
     grad = grad.add(matrix.param, alpha=matrix.group["weight_decay"])
-    penalized = dataclasses.replace(matrix, grad=grad)
-    if matrix.shard is None:  # otherwise its segments' kernels are chosen when they are made
-        penalized.kernel = choose(penalized)  # the matrix's own may not serve another dtype
+    penalized = replace(matrix, grad=grad)
+    penalized.kernel = choose(penalized)  # the matrix's own may not serve another dtype
     return penalized
 
 
@@ -166,7 +233,7 @@ def _advance(
     """Count the step, and return its numbers; None if the host skips it."""
     skip = None
     # The weights of rows that are cut come from the reference, which cannot skip.
-    is_cut = matrix.is_lean and not matrix.has_whole_rows
+    is_cut = is_lean(matrix.group) and not matrix.has_whole_rows
     if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE and not is_cut:
         skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
     elif found_inf is not None and found_inf.item():

@@ -12,9 +12,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import reference
+from coupled_adam.optim import flat, reference
 from coupled_adam.optim.kernels import blocks, native
 from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
+from coupled_adam.optim.sharded import PLAIN
 
 
 def kernels() -> dict[str, str]:
@@ -47,9 +48,12 @@ def kernels() -> dict[str, str]:
 def choose(matrix: CoupledMatrix) -> Kernel:
     """Choose the kernel for a matrix, or a segment. Ranks of one matrix may choose different ones.
 
-    The fast kernels take plain, strided memory that is there; everything else is the reference's.
+    The fast kernels take plain, strided memory that is there; everything else is the reference's,
+    in blocks where slices of the parameter are views: those of a subclass may be copies.
     """
-    if matrix.no_host_reads:
+    if matrix.shard is not None:
+        return flat
+    if matrix.no_host_reads or type(matrix.param) not in PLAIN:
         return reference
     if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):
         return blocks
@@ -70,7 +74,8 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
     tensors = [*matrix.matrices, *matrix.vectors]
     # LEAN needs whole rows in one program, with an address for each element that has no neighbour.
     is_strided = any(x.stride(1) != 1 for x in matrix.matrices)
-    if matrix.is_lean and param.shape[1] > (_WIDEST // 4 if is_strided else _WIDEST):
+    is_lean = matrix.row_exp_avg_sq is not None
+    if is_lean and param.shape[1] > (_WIDEST // 4 if is_strided else _WIDEST):
         return False
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -22,32 +22,33 @@ _SUM_ROWS = 4096  # summed in single precision, with a relative rounding error o
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
-    """The sums of g^2 over this rank's tokens, [columns]; with LEAN over its columns, [rows]."""
-    grads = [block.grad for _, block in blocks(matrix)]
+    """The sums of g^2 over this rank's tokens, [columns]."""
     dtype = matrix.exp_avg_sq.dtype
-    if not matrix.is_lean:
-        return Sums(columns=_total(matrix, [_sum_over_rows(g, dtype, squared=True) for g in grads]))
-    rows = [torch.linalg.vector_norm(g, dim=1, dtype=dtype) for g in grads]
-    return Sums(rows=torch.cat([*rows, matrix.exp_avg_sq.new_zeros(0)]).square_())
+    sums = [_sum_over_rows(block.grad, dtype, squared=True) for _, block in blocks(matrix)]
+    return Sums(_total(matrix, sums))
 
 
-def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
-    """Update the matrix by Coupled Adam or by LEAN."""
-    if not matrix.is_lean:
-        assert sums is not None
-        rates = reference.step_size(matrix, sums, scalars)
-        for rows, block in blocks(matrix, scalars):
-            reference.update_coupled(block, rates, _of_block(scalars, rows))
-        return None
-    if sums is None:
-        squares = sum_squares(matrix, False).rows
-        assert squares is not None
-        weights = reference.update_rows(matrix, reference.scaled(squares, scalars.factor), scalars)
-        weights = weights * reference.relative(matrix, matrix.exp_avg_sq.mean(), scalars)
-    else:
-        assert sums.weights is not None
-        weights = sums.weights
-    rates = reference.lean_rates(matrix, scalars)  # [columns]
+def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
+    """Update the matrix by Coupled Adam."""
+    rates = reference.step_size(matrix, sums, scalars)
+    for rows, block in blocks(matrix, scalars):
+        reference.update_coupled(block, rates, _of_block(scalars, rows))
+
+
+def sum_rows(matrix: CoupledMatrix) -> Tensor:
+    """The sums of g^2 over this rank's columns, [rows]."""
+    nu = matrix.exp_avg_sq
+    norms = [torch.linalg.vector_norm(x.grad, dim=1, dtype=nu.dtype) for _, x in blocks(matrix)]
+    return torch.cat([*norms, nu.new_zeros(0)]).square_()
+
+
+def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
+    """Update the matrix by LEAN."""
+    if weights is None:
+        squares = reference.scaled(sum_rows(matrix), scalars.factor)
+        mean_nu = reference.finite_mean(*reference.finite_sum(matrix.exp_avg_sq))
+        weights = reference.row_weights(matrix, squares, mean_nu, scalars)
+    rates = reference.column_rates(matrix, scalars)  # [columns]
     active = weights != 0  # [rows]
     parts = [
         _update_lean(block, weights[rows], active[rows, None], rates, _of_block(scalars, rows))
@@ -67,14 +68,15 @@ def _update_lean(
     if block.exp_avg is None:
         weights = weights * scalars.factor
     else:
+        grad = reference.scaled_gradient(replace(block, grad=step), scalars)
         del step  # its memory is that of the next one
-        m = reference.moment(block, reference.scaled_gradient(block, scalars), scalars)
+        m = reference.moment(block, grad, scalars)
         step = torch.where(active, m, 0.0)
     # In place, but for what is in half precision: each temporary is as large as the block.
     step = step.mul_(weights[:, None]) if step.dtype == dtype else step * weights[:, None]
     updates = _sum_over_rows(step.mul_(rates), dtype)
-    if block.mean_update is not None:
-        step.addcmul_(active.to(dtype), block.mean_update, value=-1)
+    if (d := reference.given_back(block)) is not None:
+        step.addcmul_(active.to(dtype), d, value=-1)
     reference.move(block, step, scalars)
     return torch.cat([updates, squares])
 

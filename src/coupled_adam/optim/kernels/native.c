@@ -49,10 +49,10 @@ typedef struct {
     double *sums;
     void *row_sums; /* [V]: written by sum_squares in the place of sums, for LEAN with cut rows */
     /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
-     * (r / row_correction)^-exponent, and lr is multiplied by mean(nu)^exponent. If r is NULL, the
-     * weights are given, and the exponent is 0. */
+     * (r / row_correction / rho)^-exponent, where rho is the mean of nu / nu_correction. If r is NULL,
+     * the weights are given. */
     void *row_exp_avg_sq, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
-    double row_share, row_correction, exponent;
+    double row_share, row_correction, nu_correction, exponent;
     int32_t finish; /* whether lean updates nu and mean_update from its sums */
 } Update;
 

@@ -7,7 +7,7 @@ package is built; if no C compiler was available then, this kernel is not used.
 import ctypes
 import functools
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ class _Record(ctypes.Structure):
         ("share", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("sums", "row_sums")),
         *((name, ctypes.c_void_p) for name in ("row_exp_avg_sq", "weights", "mean_update")),
-        *((name, ctypes.c_double) for name in ("row_share", "row_correction", "exponent")),
+        *((name, ctypes.c_double) for name in ("row_share", "row_correction")),
+        *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
         ("finish", ctypes.c_int32),
     ]
 
@@ -66,70 +67,57 @@ def supports(matrix: CoupledMatrix) -> bool:
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Sum the squared gradient, over the rows in float64; ``unscaled`` also update ``exp_avg``."""
     record = _record(matrix)
-    if matrix.is_lean:
-        rows = torch.empty_like(matrix.row_exp_avg_sq)  # type: ignore[arg-type]
-        record.row_sums = rows.data_ptr()
-        _call("coupled_adam_sum_squares", record)
-        return Sums(rows=rows)
     columns = torch.empty(record.columns, dtype=torch.float64, device="cpu")
     record.sums = columns.data_ptr()
     record.update_moment = unscaled and matrix.exp_avg is not None
     _call("coupled_adam_sum_squares", record)
-    return Sums(columns, moment_is_updated=bool(record.update_moment), kernel_state=record)
+    return Sums(columns, kernel_state=record)
 
 
-def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
-    """Update the matrix by Coupled Adam, given the sums over all ranks, or by LEAN."""
-    record: _Record
-    if matrix.is_lean:
-        record = _record(matrix)
-    else:
-        assert sums is not None
-        assert sums.columns is not None
-        record = sums.kernel_state
-        record.sums = sums.columns.data_ptr()  # the sums over all ranks may be another tensor
-    beta1, beta2, t, factor = matrix.beta1, matrix.beta2, scalars.t, scalars.factor
-    seen = t - 1 if matrix.is_lean else t  # gradients in nu; in LEAN's first step nu is 0
-    record.beta2, record.weight = beta2, scalars.weight
-    record.lr = matrix.lr / (1 - beta1**t)
-    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**seen or 1.0)
-    record.eps, record.factor, record.decay = matrix.group["eps"], factor, scalars.decay
-    if scalars.noise is not None:
-        noise = scalars.noise
-        record.stochastic = True
-        record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
-    total = None
-    if matrix.is_lean:
-        total = _lean(matrix, sums, scalars, record)
-    else:
-        record.share = (1 - beta2) / matrix.vocab_size * factor * factor
-        _call("coupled_adam_apply", record)
-    # Tell autograd about the in-place change, as torch's own operations do.
-    increment_version([x for x in (*matrix.matrices, *matrix.vectors) if x is not matrix.grad])
-    return total
+def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
+    """Update the matrix by Coupled Adam, given the sums over all ranks."""
+    record, t, beta2 = sums.kernel_state, scalars.t, matrix.beta2
+    record.sums = sums.columns.data_ptr()  # the sums over all ranks may be another tensor
+    record.share = (1 - beta2) / matrix.vocab_size * scalars.factor**2
+    record.lr = matrix.lr / (1 - matrix.beta1**t)
+    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**t)
+    _set_scalars(record, matrix, scalars)
+    _call("coupled_adam_apply", record)
+    increment_version(matrix.changed)  # tell autograd, as torch's own operations do
 
 
-def _lean(
-    matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars, record: _Record
-) -> Tensor | None:
-    """LEAN's pass; the sums over this rank's rows, or None where no other rank has rows."""
-    beta2 = matrix.beta2
+def sum_rows(matrix: CoupledMatrix) -> Tensor:
+    """Sum the squared gradient over the columns, [rows]."""
+    record, rows = _record(matrix), torch.empty_like(matrix.row_exp_avg_sq)  # type: ignore[arg-type]
+    record.row_sums = rows.data_ptr()
+    _call("coupled_adam_sum_squares", record)
+    return rows
+
+
+def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
+    """Update the matrix by LEAN; the sums over this rank's rows, or None if no other has rows."""
+    record, t, beta2 = _record(matrix), scalars.t, matrix.beta2
     total = torch.empty(2 * record.columns + 1, dtype=torch.float64, device="cpu")
     record.sums = total.data_ptr()
-    if sums is not None and sums.weights is not None:
-        weights = sums.weights.contiguous()
+    seen = 1 - beta2 ** (t - 1) or 1.0  # the weight of all gradients in nu; the first step has none
+    record.lr = matrix.lr / (1 - matrix.beta1**t)
+    record.scale = matrix.group["second_moment_scale"] / seen
+    if weights is not None:
+        weights = weights.contiguous()
         record.weights = weights.data_ptr()
     else:
         assert matrix.row_exp_avg_sq is not None
         record.row_exp_avg_sq = matrix.row_exp_avg_sq.data_ptr()
         record.row_share = (1 - beta2) / matrix.hidden_size * scalars.factor**2
-        record.row_correction = 1 - beta2**scalars.t
+        record.row_correction = 1 - beta2**t
         record.exponent = matrix.group["row_exponent"] / 2
-        record.lr *= (1 - beta2 ** (scalars.t - 1) or 1.0) ** -record.exponent
+        record.nu_correction = seen
+        record.finish = not matrix.row_ranks
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()
-    record.finish = matrix.has_whole_rows and not matrix.row_ranks
+    _set_scalars(record, matrix, scalars)
     _call("coupled_adam_lean", record)
+    increment_version(matrix.changed)
     return None if record.finish else total
 
 
@@ -148,6 +136,14 @@ def _record(matrix: CoupledMatrix) -> _Record:
         record.max_exp_avg_sq = matrix.max_exp_avg_sq.data_ptr()
     record.weight, record.factor = 1 - matrix.beta1, 1.0
     return record
+
+
+def _set_scalars(record: Any, matrix: CoupledMatrix, scalars: Scalars) -> None:
+    record.beta2, record.eps = matrix.beta2, matrix.group["eps"]
+    record.weight, record.factor, record.decay = scalars.weight, scalars.factor, scalars.decay
+    if (noise := scalars.noise) is not None:
+        record.stochastic = True
+        record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
 
 
 def _call(function: str, record: _Record) -> None:

@@ -475,6 +475,19 @@ static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *square
     return NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
 }
 
+/* rho^exponent; columns whose squares have overflowed are left out of the mean. */
+static double NAME(relative)(const Update *u) {
+    const WIDE *nu = u->exp_avg_sq;
+    double sum = 0;
+    int64_t finite = 0;
+    for (int64_t j = 0; j < u->columns; j++) {
+        if (isinf(nu[j])) continue;
+        sum += nu[j];
+        finite++;
+    }
+    return sum == 0 ? 1 : pow(sum / (double)finite, u->exponent) * pow(u->nu_correction, -u->exponent);
+}
+
 static void NAME(lean_pass)(Share *share) {
     const Update *u = share->update;
     const int64_t size = share->padded;
@@ -484,9 +497,7 @@ static void NAME(lean_pass)(Share *share) {
     double *total = share->memory + 4 * size;
     T *no_row = (T *)(share->memory + 6 * size), *no_param = (T *)(share->memory + 7 * size);
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
-    double sum_nu = 0;
-    for (int64_t j = 0; j < u->columns; j++) sum_nu += nu[j];
-    const double lr = u->lr * pow(sum_nu / (double)u->columns, u->exponent);
+    const double lr = u->lr * (u->row_exp_avg_sq == NULL ? 1 : NAME(relative)(u));
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         WIDE *of_line = vectors + OF(0) + i % LINE;

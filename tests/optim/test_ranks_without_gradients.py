@@ -1,0 +1,84 @@
+"""Ranks with different sets of gradients, of matrices whose rows or columns they share.
+
+A rank without a gradient takes part with zeros, as if its part of the gradient were zeros; the same
+file is the program of each rank.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from coupled_adam import CoupledAdam, CoupledAdamW
+from optim.test_sharded import gradient, matrix, mesh_of
+from processes import run_cases, run_on_ranks
+
+LEAN = {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.99)}
+STEPS = 6
+
+
+def has_gradient(step, number, rank):
+    """Of one matrix there is one on some ranks in each step; of the other on none in some."""
+    if number == 0:
+        return step == 0 or rank == step % 2 or rank > 1
+    return step in (1, 2, 5)
+
+
+def against_zeros(placements, options, shape=None):
+    """As in one process whose gradient is zero where a rank has none."""
+    mesh = mesh_of(shape)
+    rank = mesh.get_local_rank(0)
+    whole = [nn.Parameter(matrix() + i) for i in range(2)]
+    split = [nn.Parameter(distribute_tensor(matrix() + i, mesh, placements)) for i in range(2)]
+    options = {"cls": CoupledAdamW, "lr": 1e-2, **options}
+    cls = options.pop("cls")
+    expected, actual = (cls(ps, coupled=True, **options) for ps in (whole, split))
+    for step in range(STEPS):
+        for number, (p, q) in enumerate(zip(whole, split)):
+            full = distribute_tensor(gradient(step), mesh, placements)
+            has_one = has_gradient(step, number, rank)
+            q.grad = full if has_one else None
+            local = full.to_local() if has_one else torch.zeros_like(full.to_local())
+            zeros = DTensor.from_local(
+                local, mesh, placements, shape=full.shape, stride=full.stride()
+            )
+            anywhere = number == 0 or has_one
+            p.grad = zeros.full_tensor() if anywhere else None
+        expected.step()
+        actual.step()
+    for p, q in zip(whole, split):
+        torch.testing.assert_close(q.full_tensor(), p.detach(), rtol=1e-10, atol=1e-12)
+    theirs, ours = (optimizer.state_dict()["state"] for optimizer in (expected, actual))
+    for number, state in theirs.items():
+        for name, x in state.items():
+            y = ours[number][name]
+            y = y.full_tensor() if isinstance(y, DTensor) else y
+            torch.testing.assert_close(y, x, rtol=1e-10, atol=1e-12, msg=f"{number} {name}")
+
+
+OPTIONS = {
+    "coupled": {},
+    "coupled, reference": {"fused": False, "amsgrad": True},
+    "coupled, penalty": {"cls": CoupledAdam, "weight_decay": 0.1},
+    "LEAN": LEAN,
+    "LEAN, momentum": {**LEAN, "betas": (0.9, 0.95)},
+}
+CASES = {
+    f"{where}, {name}": functools.partial(against_zeros, [Shard(dim)], options)
+    for where, dim in (("rows", 0), ("columns", 1))
+    for name, options in OPTIONS.items()
+    # Of columns, Coupled Adam's ranks share nothing: each does as torch's AdamW.
+    if dim == 0 or "LEAN" in name
+}
+CASES["rows and columns, LEAN"] = lambda: against_zeros(
+    [Shard(0), Shard(1)], {**LEAN, "betas": (0.9, 0.95)}, (2, -1)
+)
+
+
+def test_ranks_without_gradients():
+    run_on_ranks(4, __file__, CASES)
+
+
+if __name__ == "__main__":
+    run_cases(CASES)

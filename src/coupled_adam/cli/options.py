@@ -145,7 +145,6 @@ class RunOptions(DeviceOption, Execution):
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
         if self.text is not None:
-            require(self.text.exists(), f"--text {self.text}: there is no such file or folder")
             values |= dict.fromkeys(("data.hub", "data.tokens"))
             values["data.text"] = os.path.realpath(self.text)
         if self.variant is not None:
@@ -163,6 +162,8 @@ class RunOptions(DeviceOption, Execution):
 
     def execution(self, recipe: Recipe) -> Execution:
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
+        exists = self.text is None or self.text.exists()
+        require(exists, f"--text {self.text}: there is no such file or folder")
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.run import try_out
         from coupled_adam.lab.training.variant import load_variant

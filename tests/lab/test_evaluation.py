@@ -277,7 +277,7 @@ def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
     isotropy = [numbers[side]["isotropy"] for side in ("embeddings", "input_embeddings")]
     (line,) = (line for line in shown.splitlines() if " Iso " in line)
     assert line.split()[2:4] == [f"{value:.2f}" for value in isotropy]
-    assert line.split()[-2:] == ["≥", "0.8"]
+    assert "references" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80  # the last one is a path
     assert main(["evaluate", str(gpt2), "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == evaluate_model(gpt2)

@@ -72,9 +72,14 @@ class Analysis:
         return read_vocabulary(self.tokenizer, len(self.embeddings.matrix))
 
     @property
+    def name(self) -> str:
+        """The model's name, without the folders that it is in."""
+        return Path(self.model).name or Path(self.model).resolve().name
+
+    @property
     def label(self) -> str:
         """The model's name, and the role of the matrix."""
-        name, entry = Path(self.model).name or Path(self.model).resolve().name, self.embeddings
+        name, entry = self.name, self.embeddings
         side = entry.side if entry.role == "input" else ""
         return (
             name

@@ -31,7 +31,7 @@ def analyses_page(
     """
     labels = [analysis.label for analysis in analyses]
     values = {
-        "title": f"Embeddings: {', '.join(labels)}",
+        "title": f"Embeddings: {', '.join(dict.fromkeys(a.name for a in analyses))}",
         "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
         "tokens": [*(named.table(_TOKENS) for named in undertrained), *tables],
         "table": analyses_table(analyses),

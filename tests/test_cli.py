@@ -112,7 +112,10 @@ def errors(small_recipe, text_file, tmp_path):
     (taken / "precious").write_text("data")
     recipe = ("--recipe", small_recipe)
     return [
-        (("--text", tmp_path / "x.txt", *recipe), f"--text {tmp_path / 'x.txt'}: there is no such file"),
+        (
+            ("--text", tmp_path / "x.txt", *recipe),
+            f"--text {tmp_path / 'x.txt'}: there is no",
+        ),
         (("--text", empty, *recipe), f"data.text={empty}: there is no text in it"),
         (("--text", short, *recipe), f"data.text={short} is too short"),
         (("--out", text_file / "sub", *recipe), "cannot be written"),

@@ -159,8 +159,8 @@ def _betas(settings: Iterable[Setting], **overrides: Any) -> dict[str, Entry]:
 
 FINALISTS: tuple[Setting, ...] = (
     ("adamw", (0.9, 0.95), 0),
-    ("adamw", (0.9, 0.999), 1),
-    ("adamw", (0.0, 0.99), 1),
+    *(("adamw", (0.9, 0.999), n) for n in (0, 1, 2)),
+    *(("adamw", (0.0, 0.99), n) for n in (0, 1, 2)),
     ("adamw", (0.0, 0.999), 1),
     ("adamw", (0.0, 0.999), 2),
     *(("a=0.75", (0.0, 0.99), n) for n in (1, 2, 3)),

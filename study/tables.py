@@ -25,7 +25,7 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
-from . import referee
+from . import rate, referee
 from .questions import QUESTIONS, RATES
 from .rows import (
     BEST,
@@ -553,6 +553,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "readme": _readme,
     "geometry": _geometry,
     "wider": _wider,
+    "rate": rate.table,
 }
 
 

@@ -484,6 +484,91 @@ def test_what_lean_gives_up():
     assert f"isotropy does not follow ({lean[0]}; Coupled Adam has {coupled[0]})" in of_study
 
 
+def test_the_rule_on_the_runs_that_it_was_read_from():
+    """Its loss between the rates that were tried, above the lowest, with the seed of most rates."""
+    page = (ROOT / "docs/study/rate.md").read_text(encoding="utf-8")
+    excesses, steps_of, parameters = [], set(), set()
+    for path in (ROOT / "study/results").glob("*.json"):
+        if path.stem in ("accuracy", "movement", "muon_rates", "scaled", "wider"):
+            continue
+        groups = {}
+        for name, run in json.loads(path.read_text()).items():
+            rule, _, n = name.rpartition(" n=")
+            if rule and not re.search("coupled|weighted|half", rule):
+                group = groups.setdefault((rule, run["recipe"]["training"]["steps"]), {})
+                group[int(n)] = run["seeds"]
+        for (_, steps), by_n in groups.items():
+            seeds = sorted({seed for seeds in by_n.values() for seed in seeds})
+            seed = max(seeds, key=lambda seed: sum(seed in of_n for of_n in by_n.values()))
+            losses = {n: of_n[seed]["valid_loss"] for n, of_n in by_n.items() if seed in of_n}
+            if len(losses) > 1:
+                at = 2 * np.log2(min(16, max(1, 15_000 / steps)))
+                tried = sorted(losses)
+                loss = np.interp(at, tried, [losses[n] for n in tried])
+                excesses.append(loss - min(losses.values()))
+                steps_of.add(steps)
+                parameters |= {of_n[seed]["parameters"] for of_n in by_n.values() if seed in of_n}
+    text = " ".join(page.split())
+    groups, within = re.search(
+        r"In (\d+) groups of runs .* within 0\.01 in (\d+) of", text
+    ).groups()
+    assert (int(groups), int(within)) == (len(excesses), sum(e <= 0.01 for e in excesses))
+    shown = re.search(r"is (\S+) above the lowest, at most (\S+),", text).groups()
+    assert [*map(float, shown)] == pytest.approx([np.mean(excesses), max(excesses)], abs=5.1e-4)
+    assert {min(steps_of), max(steps_of)} == {75, 9768}
+    smallest, largest = re.search(r"of (\S+)M to (\S+)M parameters and 75 to 9,768", text).groups()
+    assert float(smallest) == pytest.approx(min(parameters) / 1e6, abs=0.0051)
+    assert float(largest) == pytest.approx(max(parameters) / 1e6, abs=0.051)
+    practice = " ".join((ROOT / "docs/practice.md").read_text(encoding="utf-8").split())
+    (above,) = re.search(r"factor of 2 is (\S+) above that with 23", practice).groups()
+    constant, tuned = (valid("scaled", f"adamw n={n}") for n in (2, 9))
+    difference = np.mean([constant[seed] - tuned[seed] for seed in constant])
+    assert float(above) == pytest.approx(difference, abs=5.1e-3)
+
+
+def test_the_rule():
+    """The table of the test that was written down first, and its means, from the names of runs."""
+    page = (ROOT / "docs/study/rate.md").read_text(encoding="utf-8")
+    *settings, of_rule, of_10000, of_no_cap, of_50, _ = rows("rate", page)[2:]
+    excesses, rivals = {"adamw": [], "lean": []}, {}
+    for setting, factor, *cells in settings:
+        question = "rate_rule_wiki" if setting == "wiki" else "rate_rule"
+        for arm, best, excess in (("adamw", *cells[:2]), ("lean", *cells[2:])):
+            if not best:
+                continue
+            names = [name for name in results(question) if name.startswith(f"{setting} {arm} x")]
+            seeds = {float(name.rpartition("x")[2]): valid(question, name) for name in names}
+            losses = {multiple: of_seed[7] for multiple, of_seed in seeds.items()}
+            recipe = results(question)[names[0]]["recipe"]["training"]
+            rule = min(16, max(1, 15_000 / recipe["steps"]))
+            assert float(factor) == pytest.approx(rule, rel=5e-3)
+            lowest = min(losses, key=losses.get)
+            assert float(best) == pytest.approx(rule * lowest, rel=5e-3)
+            # The lowest is no edge, unless it is what was written down last.
+            assert lowest not in (min(losses), max(losses)) or lowest in (0.25, 4)
+            common = seeds[1].keys() & seeds[lowest].keys()
+            above = np.mean([seeds[1][seed] - seeds[lowest][seed] for seed in common])
+            assert numbers(excess)[0] == pytest.approx(above, abs=5.1e-4)
+            assert ("(3 seeds)" in excess) == (len(common) == 3 and lowest != 1)
+            excesses[arm].append(above)
+            tried = sorted(losses)
+            for name, at in (
+                ("10,000", min(16, max(1, 10_000 / recipe["steps"]))),
+                ("15,000", max(1, 15_000 / recipe["steps"])),
+                ("50", 50 / recipe["steps"] / recipe["lr"]),
+            ):
+                loss = np.interp(np.log(at / rule), np.log(tried), [losses[m] for m in tried])
+                rivals.setdefault((name, arm), []).append(loss - losses[lowest])
+    lines = {"": of_rule, "10,000": of_10000, "15,000": of_no_cap, "50": of_50}
+    for name, (_, _, _, adamw, _, lean) in lines.items():
+        for arm, cell in (("adamw", adamw), ("lean", lean)):
+            measured = rivals.get((name, arm), []) if name else excesses[arm]
+            assert bool(cell) == bool(measured)
+            if not cell:
+                continue
+            assert numbers(cell) == pytest.approx([np.mean(measured), max(measured)], abs=5.1e-4)
+
+
 def test_wider():
     """Each cell of the wider model's table, its differences, and what other pages take from it."""
     page = (ROOT / "docs/study/wider.md").read_text(encoding="utf-8")

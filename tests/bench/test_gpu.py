@@ -14,8 +14,18 @@ from benchmarks import speed_table
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("torch", "numpy", "triton", "pytest")
-OF_TORCH = ("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "sympy")
-OF_PYTEST = ("_pytest", "iniconfig", "packaging", "pluggy", "pygments")
+OF_TORCH = (
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "markupsafe",
+    "mpmath",
+    "networkx",
+    "setuptools",
+    "_distutils_hack",
+    "sympy",
+)
+OF_PYTEST = ("_pytest", "py", "iniconfig", "packaging", "pluggy", "pygments")
 SMALL = ["--device", "cpu", "--shape", "64x16", "--seconds", "0.01"]
 SMALL += ["--layers", "1", "--length", "8", "--batch-size", "1"]
 
@@ -25,7 +35,7 @@ def gpu(tmp_path):
     """The script, on a machine that has torch, numpy, Triton and pytest, and no other package."""
     packages = tmp_path / "packages"
     packages.mkdir()
-    for name in (*NEEDED, *OF_TORCH, *OF_PYTEST, "torchgen", "typing_extensions"):
+    for name in (*NEEDED, *OF_TORCH, *OF_PYTEST, "functorch", "torchgen", "typing_extensions"):
         if (spec := importlib.util.find_spec(name)) is not None:
             place = Path(spec.origin)
             place = place.parent if place.name == "__init__.py" else place

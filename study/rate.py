@@ -1,0 +1,132 @@
+"""The verdict on the rule for the embeddings' rate, by what was written down on its page."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.rendering.tables import Table
+
+from .questions import MULTIPLES, QUESTIONS, RATE_SETTINGS, rate_rule
+from .rows import Line, by_seed
+from .run import recipe_of
+
+SEED = 7
+ARMS = {"adamw": "AdamW, 0, 0.999", "lean": "LEAN"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """An optimizer in a setting whose runs are complete.
+
+    losses: validation losses with the first seed, by what the rule's factor is multiplied with.
+    more: for each other seed, the rule's loss minus that of :attr:`best`.
+    """
+
+    recipe: Recipe
+    losses: dict[float, float]
+    more: list[float]
+
+    @property
+    def factor(self) -> float:
+        """The rule's."""
+        return rate_rule(self.recipe.steps)
+
+    @property
+    def best(self) -> float:
+        """The multiple with the lowest loss."""
+        return min(self.losses, key=lambda multiple: self.losses[multiple])
+
+    def excess(self, factor: float) -> float:
+        """How far the loss at a factor is above the lowest, with the first seed.
+
+        It is read between the factors that were tried, linearly in their logarithms; beyond them
+        the nearest one counts.
+        """
+        multiples = sorted(m for m in self.losses if math.isfinite(self.losses[m]))
+        losses = [self.losses[multiple] for multiple in multiples]
+        at = np.interp(math.log(factor / self.factor), np.log(multiples), losses)
+        return float(at) - min(losses)
+
+    @property
+    def of_the_rule(self) -> float:
+        """The rule's excess, with as many seeds as there are."""
+        return float(np.mean([self.losses[1] - self.losses[self.best], *self.more]))
+
+
+def tried(setting: str, arm: str) -> Tried | None:
+    """The runs of an optimizer in a setting; None if some are missing."""
+    question = "rate_rule" if setting in RATE_SETTINGS else "rate_rule_wiki"
+    names = {multiple: f"{setting} {arm} x{multiple:g}" for multiple in MULTIPLES}
+    of_seeds = {m: by_seed(Line("", question, name), "valid_loss") for m, name in names.items()}
+    losses = {multiple: seeds[SEED] for multiple, seeds in of_seeds.items() if SEED in seeds}
+    if not {1, 2} <= losses.keys():
+        return None
+    needed: set[float] = {4} if losses[2] < losses[1] else {0.5}
+    if needed == {0.5} and losses.get(0.5, math.inf) < losses[1]:
+        needed.add(0.25)
+    if not needed <= losses.keys():
+        return None
+    found = Tried(recipe_of(QUESTIONS[question][names[1]]), losses, [])
+    rule, best = of_seeds[1], of_seeds[found.best]
+    more = [rule[seed] - best[seed] for seed in sorted(rule.keys() & best.keys() - {SEED})]
+    return dataclasses.replace(found, more=more)
+
+
+def rates(recipe: Recipe) -> float:
+    """The sum of the core's rates over the steps of a run."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=recipe.training.lr)
+    scheduler = lr_scheduler(optimizer, recipe)
+    total = 0.0
+    for _ in range(recipe.steps):
+        total += optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+    return total
+
+
+RIVALS: dict[str, Callable[[Recipe], float]] = {
+    "10,000 / steps, 1 to 16": lambda recipe: min(16.0, max(1.0, 10_000 / recipe.steps)),
+    "15,000 / steps, at least 1": lambda recipe: max(1.0, 15_000 / recipe.steps),
+    "a rate of 50 / steps": lambda recipe: 50 / recipe.steps / recipe.training.lr,
+    "rates that add up to 28": lambda recipe: 28 / rates(recipe),
+}
+
+
+def table() -> Table:
+    """The excess in each setting, and its mean and its most, of the rule and of its rivals."""
+    settings = [*RATE_SETTINGS, "wiki"]
+    of_arms = {arm: {s: t for s in settings if (t := tried(s, arm))} for arm in ARMS}
+    rows = []
+    for setting in settings:
+        cells = []
+        for of_arm in of_arms.values():
+            if setting in of_arm:
+                here = of_arm[setting]
+                seeds = f" ({1 + len(here.more)} seeds)" if here.more else ""
+                best = f"{here.factor * here.best:.3g}"
+                cells += [best, f"{here.of_the_rule:.3f}{seeds}"]
+            else:
+                cells += ["", ""]
+        if any(cells):
+            (rule, *_) = (of[setting].factor for of in of_arms.values() if setting in of)
+            rows.append([setting, f"{rule:.3g}", *cells])
+
+    def summary(of: Callable[[Tried], float]) -> list[str]:
+        cells = []
+        for of_arm in of_arms.values():
+            all_of = [of(here) for here in of_arm.values()]
+            cells += ["", f"{np.mean(all_of):.3f}, at most {max(all_of):.3f}" if all_of else ""]
+        return cells
+
+    def of_rival(rival: Callable[[Recipe], float]) -> list[str]:
+        return summary(lambda here: here.excess(rival(here.recipe)))
+
+    rows.append(["the rule", "", *summary(lambda here: here.of_the_rule)])
+    rows += [[name, "", *of_rival(rival)] for name, rival in RIVALS.items()]
+    header = [f"{label}: {what}" for label in ARMS.values() for what in ("best factor", "excess")]
+    return Table(["setting", "factor of the rule", *header], rows)

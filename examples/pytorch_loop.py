@@ -29,13 +29,17 @@ optimizer_class = torch.optim.AdamW if options.optimizer == "adamw" else Coupled
 optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
+run = {"optimizer": options.optimizer, "steps": options.steps}
 start = 0
 if options.checkpoint.exists():
     saved = torch.load(options.checkpoint, weights_only=True)
+    if saved["run"] != run:  # the schedule depends on the steps
+        parser.error(f"{options.checkpoint} is of {saved['run']}: choose another --checkpoint")
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     start = saved["step"]
+    print(f"continuing after step {start} of {options.steps}")
 
 for step in range(start, options.steps):
     ids = batch(step)
@@ -52,6 +56,7 @@ for step in range(start, options.steps):
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(),
+            "run": run,
             "step": step + 1,
         }
         temporary = options.checkpoint.with_suffix(".tmp")

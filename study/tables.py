@@ -287,23 +287,26 @@ RECOMMENDED = (
 
 
 def _readme() -> Table:
-    """The rows of :data:`RECOMMENDED` in words that need no other page, without p."""
-    usual = RECOMMENDED[0].line
+    """The rows of :data:`RECOMMENDED` in words that need no other page, without tests."""
     rows = [
         [
-            row.line.label,
+            row.line.label + (", compiled" if row.timed_as == "Ember compiled" else ""),
             row.state,
             "1" if row.timed_as is None else f"{step_time(row.timed_as):.2f}",
-            *(
-                cell(row.line, [] if row.line is usual else [usual], name)
-                for name in ("test_loss", "mean_norm_ratio")
-            ),
+            *(cell(row.line, [], name) for name in ("test_loss", "mean_norm_ratio")),
             str(len(runs(row.line))),
         ]
         for row in RECOMMENDED
     ]
-    header = ["embeddings", "optimizer state", "time of a step", "test loss ↓"]
-    return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
+    columns = [
+        "embeddings",
+        "optimizer state of V x H",
+        "time of the update of 128,256 x 4,096 on an H200, relative to the fused AdamW ↓",
+        "test loss of 0.37M parameters after 9,768 steps ↓",
+        "norm of the mean embedding, relative to the mean norm ↓",
+        "seeds",
+    ]
+    return Table(columns, rows, left=(0, 1))
 
 
 def _geometry() -> Table:

@@ -112,7 +112,10 @@ def errors(small_recipe, text_file, tmp_path):
     (taken / "precious").write_text("data")
     recipe = ("--recipe", small_recipe)
     return [
-        (("--text", tmp_path / "x.txt", *recipe), f"{tmp_path / 'x.txt'}: No such"),
+        (
+            ("--text", tmp_path / "x.txt", *recipe),
+            f"--text {tmp_path / 'x.txt'}: there is no",
+        ),
         (("--text", empty, *recipe), f"data.text={empty}: there is no text in it"),
         (("--text", short, *recipe), f"data.text={short} is too short"),
         (("--out", text_file / "sub", *recipe), "cannot be written"),
@@ -129,8 +132,8 @@ def errors(small_recipe, text_file, tmp_path):
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         (("--steps",), "--steps: expected one argument"),
-        (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
-        (("--seeds", 0, *recipe), "--seeds: give at least one"),
+        (("--seeds", 2, 2, *recipe), "--seeds 2 2: a seed is given twice"),
+        (("--seeds", 0, *recipe), "--seeds 0: there must be at least one seed"),
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),

@@ -79,11 +79,25 @@ def checked(cls: type[T], values: Any, shown: Callable[[str, str], str] = "{}={}
     key, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     if first["type"] == "unexpected_keyword_argument":
         section = sections(cls).get(str(first["loc"][0]), cls)
-        hint = did_you_mean(str(first["loc"][-1]), meanings(section))
+        unknown, texts = str(first["loc"][-1]), meanings(section)
+        # A name may be the words by which another one is explained, such as learning_rate.
+        words = unknown.replace("_", " ")
+        explained = [name for name, text in texts.items() if words in text][:1]
+        hint = f"did you mean {explained[0]}?" if explained else did_you_mean(unknown, texts)
         raise UsageError(f"{key} is no key: {hint}")
     if first["type"] == "missing" or not key:
         raise UsageError(f"{key}: {message}".removeprefix(": "))
+    message = _PLAIN.get(first["type"], message)
     raise UsageError(f"{shown(key, one_line(first['input'], 80))}: {message}")
+
+
+_PLAIN = {
+    "tuple_type": "must be several values in brackets, as in [0.9, 0.95]",
+    "list_type": "must be values in brackets, as in [1, 2]",
+    "dict_type": "must consist of keys and their values",
+    "dataclass_type": "must consist of keys and their values",
+}
+"""What pydantic says of Python's types, in the words of YAML."""
 
 
 @functools.cache

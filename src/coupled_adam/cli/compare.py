@@ -38,21 +38,29 @@ class Options(RunOptions):
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
-        seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
-        if self.seeds is not None and len(seeds) == 1:  # how many there are
-            seeds = list(range(1, seeds[0] + 1))
-        require(seeds, "--seeds: give at least one")
+        seeds = recipe.seeds
+        if self.seeds is not None:
+            typed = " ".join(["--seeds", *map(str, self.seeds)])
+            require(self.seeds not in ([], [0]), f"{typed}: there must be at least one seed")
+            require(len({*self.seeds}) == len(self.seeds), f"{typed}: a seed is given twice")
+            is_number = len(self.seeds) == 1
+            seeds = [*range(1, self.seeds[0] + 1)] if is_number else sorted(self.seeds)
         arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
         return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
 
 def run(options: Options) -> None:
     """Run the comparison and print its table."""
-    from coupled_adam.lab import comparison
-    from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_values
 
+    # A recipe that is mistyped is refused before the libraries are loaded, which takes seconds.
     plain = load_values(options.recipe or DEFAULT_RECIPE)
+    if not options.resume:
+        options.selected(options.recipe_of(plain))
+
+    from coupled_adam.lab import comparison
+    from coupled_adam.lab.data.corpus import default_cache
+
     out = options.out or Path("runs") / str(plain.get("name"))
     stored = comparison.stored_recipe(out) if options.resume else None
     if options.resume and options.out and not options.recipe and not stored:

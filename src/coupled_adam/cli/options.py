@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.terminal import quiet_libraries
+from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.errors import UsageError, did_you_mean
 from coupled_adam.fields import Count, require
 from coupled_adam.files import is_utf8, write_atomically
@@ -162,11 +162,18 @@ class RunOptions(DeviceOption, Execution):
 
     def execution(self, recipe: Recipe) -> Execution:
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
+        exists = self.text is None or self.text.exists()
+        require(exists, f"--text {self.text}: there is no such file or folder")
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.run import try_out
         from coupled_adam.lab.training.variant import load_variant
 
         quiet_libraries()  # after their imports, which set the levels they like
+        if recipe.warmup_steps >= recipe.steps:
+            show(
+                f"note: the learning rate rises until the end, as training.warmup is "
+                f"{recipe.training.warmup:g} and a run has {recipe.steps} steps"
+            )
         # What is missing or wrong would otherwise show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:

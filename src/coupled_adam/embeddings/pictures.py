@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, mean_embedding
-from coupled_adam.rendering.pictures import legend, scatter
+from coupled_adam.rendering.pictures import scatter
 
 _POINTS = 10_000  # points drawn for each matrix; more would cover each other
 _ROWS = 20_000  # rows from which the axis of a projection is computed
@@ -43,7 +43,6 @@ def finish_clouds(ax: Axes) -> None:
         aspect="equal",
         adjustable="datalim",
     )
-    legend(ax, markerscale=3)
 
 
 def plot_norms(
@@ -57,7 +56,6 @@ def plot_norms(
         title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
     )
     ax.set_ylim(0)
-    legend(ax, markerscale=3)
 
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
@@ -65,7 +63,6 @@ def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = 
     _histogram(ax, norms, color, label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
     ax.set_xlim(0)
-    legend(ax, markerscale=3)
 
 
 def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:
@@ -74,7 +71,6 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
     )
-    legend(ax, markerscale=3)
 
 
 def _sample(embeddings: Embeddings) -> Array:

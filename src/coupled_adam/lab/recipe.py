@@ -11,6 +11,7 @@ import fnmatch
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -51,7 +52,7 @@ class Recipe:
     training: Training
     arms: Annotated[dict[_ArmName, InstanceOf[Arm]], Field(min_length=1)]
     seeds: Annotated[list[Seed], Field(min_length=1)]
-    variant: Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")] | None = None
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for values of several sections or arms that do not fit together."""
@@ -60,7 +61,14 @@ class Recipe:
             positions is None or positions >= length,
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
+        tokens = self.data.max_tokens
+        require(
+            tokens is None or tokens > length,
+            f"data.max_tokens={tokens} must be more than training.sequence_length={length}",
+        )
         require(len({*self.seeds}) == len(self.seeds), f"seeds={self.seeds} must be different")
+        is_code = self.variant is None or re.fullmatch(r"\w+(\.\w+)*:\w+", self.variant)
+        require(is_code, f"variant={self.variant} must be MODULE:NAME, as in my_models:WIDE")
         for name, arm in self.arms.items():
             couple = getattr(arm, "couple", "both")
             require(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,8 +114,16 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The arm's name in tables and pictures."""
-        return self.setup.label
+        """The arm in tables and pictures: its optimizer and options, after a name of its own."""
+        label = self.setup.label
+        return label if self.family == self.setup.optimizer else f"{self.arm}: {label}"
+
+    @property
+    def family(self) -> str:
+        """What numbered arms have in common: their optimizer, or a name of their own."""
+        named_after = self.setup.optimizer, self.setup.label.partition(",")[0].lower()
+        own = re.sub(r"-\d+$", "", self.arm)
+        return self.setup.optimizer if self.arm.lower().startswith(named_after) else own
 
     @property
     def setup(self) -> Arm:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -35,10 +36,15 @@ class Picture:
         """The image, drawn once."""
         return drawn(self.figure)
 
+    @functools.cached_property
+    def svg(self) -> bytes:
+        """The image at any size; points that are many are pixels in it."""
+        return drawn(self.figure, "svg")
+
     @property
     def data(self) -> str:
         """The image as a URI, which embeds it in a page."""
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+        return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode()
 
     @property
     def wide(self) -> bool:
@@ -57,6 +63,7 @@ def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Pictur
     """Draw a picture with a single plot."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     draw(figure.subplots())
+    legend(figure)
     return Picture(figure, caption, file)
 
 
@@ -73,8 +80,21 @@ def plot_means(ax: Axes, points: Mapping[float, Sequence[float]], **style: Any) 
     ax.errorbar([*points], means, [low, high], capsize=3, **style)
 
 
-def legend(ax: Axes, markerscale: float = 1.0) -> None:
-    """Add a legend, in small print if it has many entries; none if there are no labels."""
-    if entries := len(ax.get_legend_handles_labels()[0]):
-        size, columns = ("x-small", 2) if entries > 5 else ("medium", 1)
-        ax.legend(markerscale=markerscale, fontsize=size, ncols=columns)
+def legend(figure: Figure) -> None:
+    """Add one legend for all axes, below them, where it covers nothing; none without labels."""
+    entries: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels()):
+            entries.setdefault(label, handle)
+    if entries:
+        has_small_points = any(isinstance(x, PathCollection) for x in entries.values())
+        # As many entries in a row as fit; a letter takes about a fourteenth of an inch.
+        widest = max(map(len, entries)) / 14 + 0.6
+        columns = max(1, min(len(entries), int(figure.get_figwidth() / widest)))
+        figure.legend(
+            [*entries.values()],
+            [*entries],
+            loc="outside lower center",
+            ncols=columns,
+            markerscale=3 if has_small_points else 1,
+        )

@@ -36,38 +36,45 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
 
 
 def _sentences(experiment: pd.DataFrame) -> list[str]:
-    sentences, arms = [], groups(experiment, "setup")
+    arms = groups(experiment, "setup")
     baseline = baseline_of(arms)
-    # Of several arms with one optimizer, the best is compared.
-    if len(arms) > experiment.optimizer.nunique():
+    chosen = ""
+    if len(arms) > experiment.family.nunique():
         best = _best_of_each(experiment)
-        chosen = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in best.values()]
-        sentences.append(f"The arms with the lowest validation loss are {'; '.join(chosen)}.")
-        arms, baseline = [*best.values()], best.get("adamw")
+        losses = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in best.values()]
+        chosen = f"The arms with the lowest validation loss are {'; '.join(losses)}."
+        arms = [*best.values()]
+        adamws = [arm for arm in arms if arm.optimizer.iloc[0] == "adamw"]
+        baseline = best.get("adamw", adamws[0] if len(adamws) == 1 else None)
     rivals = [arm for arm in arms if arm is not baseline]
+    of_choice = [*([chosen] if chosen else []), *_states(arms)]
     if baseline is None or not rivals:
-        return [*sentences, "A comparison needs runs with AdamW and with another optimizer."]
-    sentences += _states([baseline, *rivals])
+        return ["A comparison needs runs with AdamW and with another optimizer.", *of_choice]
     if experiment.seed.nunique() == 1:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-        return [*sentences, f"One seed cannot tell whether a loss is lower; three can:{command}"]
-    sentences += [_loss(baseline, arm) for arm in rivals]
+        losses = [f"{arm.label.iloc[0]} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
+        return [
+            f"Test loss with one seed: {'; '.join(losses)}.",
+            *of_choice,
+            f"One seed cannot tell whether a loss is lower; three can:{command}",
+        ]
+    sentences = [_loss(baseline, arm) for arm in rivals]
     if len(rivals) > 1:
         sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
-    return sentences
+    return [*sentences, *of_choice]
 
 
 def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The best of the arms with each optimizer, by the optimizer.
+    """The best arm of each family, by the family.
 
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
     a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
     """
-    arms = experiment.groupby(["optimizer", "setup"], sort=False).valid_loss.agg(["count", "mean"])
+    arms = experiment.groupby(["family", "setup"], sort=False).valid_loss.agg(["count", "mean"])
     complete = arms[arms["count"] == arms["count"].max()]
-    best = complete["mean"].fillna(0).groupby("optimizer", sort=False).idxmin()
+    best = complete["mean"].fillna(0).groupby("family", sort=False).idxmin()
     return {name: experiment[experiment.setup == setup] for name, setup in best}
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from coupled_adam.lab.reporting import plots
 from coupled_adam.lab.reporting.frame import ACCURACY, TEST_LOSS, groups
-from coupled_adam.rendering.pictures import Picture, single
+from coupled_adam.rendering.pictures import Picture, legend, single
 
 Draw = tuple[Callable[[Axes], None], str]
 """A function that draws a picture into axes, and the picture's caption."""
@@ -19,16 +19,22 @@ Draw = tuple[Callable[[Axes], None], str]
 def draw_all(frame: pd.DataFrame) -> list[Picture]:
     """Draw every picture for which the runs have the data, those of single experiments first."""
     pictures = []
-    experiments = groups(frame, "experiment")
-    for experiment in experiments:
+    for experiment in groups(frame, "experiment"):
         name = experiment.experiment.iloc[0]
-        figure, captions = _overview(experiment)
-        file = "overview.png" if len(experiments) == 1 else f"figures/{name}/overview.png"
-        pictures.append(Picture(figure, f"{name}. {captions}", file))
-        for file, (draw, caption) in _details(experiment).items():
-            pictures.append(single(draw, f"{name}. {caption}", f"figures/{name}/{file}.png"))
+        for file, (draw, caption) in {**_main(experiment), **_details(experiment)}.items():
+            pictures.append(single(draw, f"{name}. {caption}", f"figures/{name}/{file}"))
     across = _across(frame).items()
-    return [*pictures, *(single(*draw, f"figures/{file}.png") for file, draw in across)]
+    return [*pictures, *(single(*draw, f"figures/{file}") for file, draw in across)]
+
+
+def overview(frame: pd.DataFrame) -> Picture:
+    """The most informative pictures of the first experiment as one figure."""
+    draws = _main(groups(frame, "experiment")[0]).values()
+    figure = Figure(figsize=(11, 4.5 * len(draws) // 2), layout="constrained")
+    for (draw, _), ax in zip(draws, figure.subplots(len(draws) // 2, 2).flat, strict=True):
+        draw(ax)
+    legend(figure)
+    return Picture(figure, " ".join(caption for _, caption in draws), "overview")
 
 
 def _first_seeds(experiment: pd.DataFrame) -> pd.DataFrame:
@@ -36,45 +42,40 @@ def _first_seeds(experiment: pd.DataFrame) -> pd.DataFrame:
     return experiment[experiment.seed == experiment.groupby("arm").seed.transform("min")]
 
 
-def _overview(experiment: pd.DataFrame) -> tuple[Figure, str]:
-    """The four most informative pictures of an experiment as one figure, and its caption."""
-    colors = plots.arm_colors(experiment.arm)
-    # Three clouds in one picture are as many as can be told apart.
-    first = _first_seeds(experiment)
-    main = first[first.arm.isin(["adamw", "coupled_adam", "lean"])]
-    models = [run for run in (first[:2] if main.empty else main).run if run.has_model]
-    draws = [
-        (
+def _main(experiment: pd.DataFrame) -> dict[str, Draw]:
+    """The two or four most informative pictures of an experiment, by file name."""
+    colors = plots.arm_colors(experiment)
+    # A model for each optimizer, as more clouds could not be told apart: its arm with the lowest
+    # validation loss.
+    first = _first_seeds(experiment).sort_values("valid_loss", kind="stable")
+    best = first.drop_duplicates("optimizer").sort_index()
+    models = [run for run in best.run if run.has_model]
+    pictures: dict[str, Draw] = {
+        "loss": (
             partial(plots.plot_loss, runs=[*experiment.run], colors=colors),
             "Loss against tokens: held-out, and faint behind it on the training text.",
         ),
-        (
+        "drift": (
             partial(plots.plot_drift, runs=[*experiment.run], colors=colors),
             "Drift of the mean embedding: its norm relative to the mean norm, over training.",
         ),
-    ]
+    }
     if models:  # otherwise only what the logs hold
-        draws += [
-            (
-                partial(plots.plot_projection, runs=models, colors=colors),
-                "The embeddings seen from the side: along their mean, and along their largest "
-                "spread across it. X: the mean; +: the origin.",
-            ),
-            (
-                partial(plots.plot_frequency, runs=models, colors=colors),
-                "Norms of the embeddings against how often their tokens occur in the training "
-                "text.",
-            ),
-        ]
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    for (draw, _), ax in zip(draws, figure.subplots(len(draws) // 2, 2).flat, strict=True):
-        draw(ax)
-    return figure, " ".join(caption for _, caption in draws)
+        pictures["cloud"] = (
+            partial(plots.plot_projection, runs=models, colors=colors),
+            "The embeddings seen from the side: along their mean, and along their largest spread "
+            "across it. X: the mean; +: the origin.",
+        )
+        pictures["norms"] = (
+            partial(plots.plot_frequency, runs=models, colors=colors),
+            "Norms of the embeddings against how often their tokens occur in the training text.",
+        )
+    return pictures
 
 
 def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
-    colors = plots.arm_colors(experiment.arm)
+    colors = plots.arm_colors(experiment)
     pictures: dict[str, Draw] = {
         "mean_norm_absolute": (
             partial(plots.plot_drift, runs=[*experiment.run], colors=colors, metric="mean_norm"),
@@ -93,7 +94,8 @@ def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
         pictures["second_moment"] = (
             partial(plots.plot_second_moment, run=with_moments[0]),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
-            "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
+            "unigram probability p̃, and A p̃ fitted to the logarithms (after Fig. 4 of arXiv "
+            "2502.08441).",
         )
     scaled, sgd = "Scaled Coupled Adam (Sec. 6.1)", "SGD for the embeddings (Table 7)"
     for file, optimizer, option, xlabel, title in (
@@ -143,7 +145,7 @@ def _across(frame: pd.DataFrame) -> dict[str, Draw]:
     if len(with_moments):
         pictures["second_moment_fit"] = (
             partial(plots.plot_fitted_a, frame=with_moments),
-            "The fitted A of E[v̂] = A p̃ against the tokens seen (as Fig. 5).",
+            "The A of the least-squares fit E[v̂] = A p̃ against the tokens seen (as Fig. 5).",
         )
     if len(frame[["tokens", "parameters"]].drop_duplicates()) > 1:
         pictures["map"] = (

@@ -49,6 +49,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
         - ``run``: the :class:`Run`
         - ``experiment``: the recipe's name; runs of one experiment are compared
         - ``arm``, ``label``: the arm's names in the recipe, and in tables and pictures
+        - ``family``: arms of which only the best is compared
         - ``optimizer``, and ``setup``: the optimizer with all options, by which an arm is the same
           under another name
         - ``is_baseline``: whether the others are compared with this arm: AdamW without options, or
@@ -92,7 +93,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
     numbers = [*COLUMNS, *_LOGGED]
-    names = ["run", "experiment", "arm", "label", "optimizer", "setup"]
+    names = ["run", "experiment", "arm", "family", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
     frame = frame.astype(dict.fromkeys(numbers, float))
@@ -108,6 +109,7 @@ def _row(run: Run) -> dict[str, Any]:
         "run": run,
         "experiment": run.recipe.name,
         "arm": run.arm,
+        "family": run.family,
         "label": run.label,
         "optimizer": run.setup.optimizer,
         "setup": run.setup,

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -18,21 +18,31 @@ from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,
     Array,
-    legend,
     plot_means,
     scatter,
 )
 from coupled_adam.rendering.tables import short
 
+OPTIMIZER_COLORS = {
+    "adamw": ADAMW_COLOR,
+    "coupled_adam": COUPLED_ADAM_COLOR,
+    "lean": "#009e73",
+    "sgd": "#cc79a7",
+    "muon": "#e69f00",
+    "table_rule": "#7f6b9e",
+}
+"""The color of each optimizer in all reports; colors that the color-blind can tell apart."""
 
-def arm_colors(arms: Iterable[str]) -> dict[str, str]:
-    """A color for each arm: fixed ones for the two main arms, a color scale for the others."""
-    fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
-    other_arms = [arm for arm in dict.fromkeys(arms) if arm not in fixed]
-    scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(other_arms), 1)))
-    return fixed | {
-        arm: matplotlib.colors.to_hex(color) for arm, color in zip(other_arms, scale.tolist())
-    }
+
+def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
+    """A color for each arm: its optimizer's, lighter for each further arm with that optimizer."""
+    colors: dict[str, str] = {}
+    for optimizer, arms in frame.groupby("optimizer", sort=False).arm:
+        names = arms.unique()
+        color = np.array(matplotlib.colors.to_rgb(OPTIMIZER_COLORS[str(optimizer)]))
+        for name, lightness in zip(names, np.linspace(0, 0.6, len(names))):
+            colors[name] = matplotlib.colors.to_hex(color + lightness * (1 - color))
+    return colors
 
 
 def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
@@ -41,15 +51,12 @@ def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
         color = colors[run.arm]
         ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
         ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
-    # The limits show the ends of all curves, but diverging arms must not compress the others.
-    main = [run for run in runs if run.arm in ("adamw", "coupled_adam")] or runs
-    highest = [max(run.curve("valid_loss")[1], default=0) for run in main]
-    ends = [loss for run in runs for loss in run.curve("valid_loss")[1][-1:]]
-    if highest and ends:
-        ax.set_ylim(top=1.02 * max(*highest, *ends))
+    # The training losses begin far above what is to be seen.
+    held_out = [loss for run in runs for loss in run.curve("valid_loss")[1]]
+    if held_out:
+        ax.set_ylim(top=1.02 * max(held_out))
     ax.set(title="Loss (held-out; faint: training)", xlabel="tokens", ylabel="nats per token")
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(ax)
 
 
 def plot_drift(
@@ -62,7 +69,6 @@ def plot_drift(
     ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
     ax.set_ylim(0)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(ax)
 
 
 def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
@@ -84,7 +90,6 @@ def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     for run in runs:
         singular_values = np.array(run.evaluation["embeddings"]["singular_values"])
         pictures.plot_spectrum(ax, singular_values, colors[run.arm], run.label)
-    legend(ax)
 
 
 def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
@@ -100,14 +105,16 @@ def plot_second_moment(ax: Axes, run: Run) -> None:
     # The last evaluation, whose moments have seen most of the text.
     moments = run.second_moments()
     moment, probability = moments[max(moments)], run.probabilities()
-    seen = probability > 0
-    a, r_squared = fit_proportional(probability[seen], moment[seen])
-    scatter(ax, probability[seen], moment[seen], ADAMW_COLOR, "tokens")
-    line = np.array([probability[seen].min(), probability.max()])
-    ax.plot(line, a * line, color="black", label=f"A p̃, A = {a:.2g}, R² = {r_squared:.2f}")
+    seen = (probability > 0) & (moment > 0)
+    p, v = probability[seen], moment[seen]
+    scatter(ax, p, v, ADAMW_COLOR, "tokens")
+    # A fit to the numbers themselves, as of Fig. 5, follows the few most frequent tokens, and would
+    # lie far above nearly all points of these axes.
+    a = math.exp(np.log(v / p).mean())
+    line = np.array([p.min(), p.max()])
+    ax.plot(line, a * line, color="black", label=f"A p̃, A = {a:.2g}, fitted to the logarithms")
     ax.set(title="AdamW's second moment follows frequency", xscale="log", yscale="log")
     ax.set(xlabel="unigram probability p̃", ylabel="E[v̂]")
-    ax.legend(markerscale=3)
 
 
 def plot_fitted_a(ax: Axes, frame: pd.DataFrame) -> None:
@@ -128,24 +135,20 @@ def plot_fitted_a(ax: Axes, frame: pd.DataFrame) -> None:
             label = None
     ax.set(title="Fit of E[v̂] = A p̃", xlabel="tokens seen D'", ylabel="A", yscale="log")
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(ax)
 
 
 def plot_sweep(ax: Axes, swept: pd.DataFrame, experiment: pd.DataFrame, xlabel: str) -> None:
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
     # A value without a loss that can be compared has no point.
     losses = _values_by(swept, "x", TEST_LOSS)
-    plot_means(ax, losses, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
-    for arm, color, style in (
-        ("adamw", ADAMW_COLOR, "--"),
-        ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
-    ):
-        runs = experiment[experiment.arm == arm]
+    color = OPTIMIZER_COLORS[swept.optimizer.iloc[0]]
+    plot_means(ax, losses, marker="o", color=color, label="swept")
+    for arm, style in (("adamw", "--"), ("coupled_adam", ":")):
+        runs, color = experiment[experiment.arm == arm], OPTIMIZER_COLORS[arm]
         if runs.test_loss.notna().any() and arm not in {*swept.arm}:
             mean, label = runs.test_loss.mean(), runs.label.iloc[0]
             ax.axhline(mean, color=color, linestyle=style, label=label)
     ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
-    legend(ax)
 
 
 def _values_by(frame: pd.DataFrame, column: str, measure: Measure) -> dict[float, list[float]]:
@@ -166,12 +169,11 @@ def plot_sweep_measures(ax: Axes, swept: pd.DataFrame, xlabel: str) -> None:
         means = swept.groupby("x")[key].mean().dropna()
         ax.plot(means.index, means, marker="o", color=color, label=COLUMNS[key].symbol)
     ax.set(title="Measures of the embeddings", xlabel=xlabel)
-    legend(ax)
 
 
 def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None:
     """Plot a result against D for each N and arm, as mean and range over seeds."""
-    colors = arm_colors(frame.arm)
+    colors = arm_colors(frame)
     for marker, of_size in zip(itertools.cycle("osD^vP*"), groups(frame, "parameters")):
         # A line for each size and arm, of which each D may have several seeds.
         for of_line in groups(of_size, "arm"):
@@ -182,7 +184,6 @@ def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None
                 plot_means(ax, points, marker=marker, color=colors[run.arm], label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
-    legend(ax)
 
 
 def plot_map(ax: Axes, frame: pd.DataFrame) -> None:
@@ -193,7 +194,6 @@ def plot_map(ax: Axes, frame: pd.DataFrame) -> None:
     ax.plot(sizes.tokens, sizes.parameters, "o", color=COUPLED_ADAM_COLOR, label="experiments")
     ax.set(title="The experiments", xlabel="D (tokens)", ylabel="N (parameters)")
     ax.set(xscale="log", yscale="log")
-    ax.legend()
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str | None:

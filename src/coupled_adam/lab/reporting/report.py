@@ -14,7 +14,7 @@ from tqdm import tqdm
 from coupled_adam.fields import require
 from coupled_adam.files import check_unused, claimed, new_file, read, remove, write_atomically
 from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.figures import draw_all
+from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
 from coupled_adam.lab.reporting.report_page import notebook_part, report_page
 from coupled_adam.lab.reporting.results import (
@@ -94,7 +94,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
     notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
-    pictures = draw_all(frame)
+    pictures, first = draw_all(frame), overview(frame)
     page_table = results_table(rows, all_columns, notes, seeds=True)
     paper_table = results_table(rows, columns, notes)
     results = [
@@ -111,11 +111,12 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     }
     # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
     contents = {name: text.encode(errors="replace") for name, text in files.items()}
-    for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
-        contents[picture.file] = picture.png
+    drawing = tqdm([first, *pictures], "drawing the report", disable=None, leave=False)
+    for picture in drawing:
+        contents |= {f"{picture.file}.png": picture.png, f"{picture.file}.svg": picture.svg}
     _replace(out, contents)
     shown = results_table(rows, columns, notes, titled=True)
-    return Report(out / "index.html", sentences, shown, pictures[0].png)
+    return Report(out / "index.html", sentences, shown, first.png)
 
 
 def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
@@ -142,4 +143,5 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
 
 def _names(text: str) -> set[str]:
     """The names of pictures in the list of a report's files, which may be another person's."""
-    return {name for name in json.loads(text) if name.endswith(".png") and ".." not in name}
+    pictures = (name for name in json.loads(text) if name.endswith((".png", ".svg")))
+    return {name for name in pictures if ".." not in name}

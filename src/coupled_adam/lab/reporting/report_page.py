@@ -4,7 +4,7 @@ import base64
 import math
 import os
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def report_page(
         "conclusion": conclusion,
         "arms": [_arm(a, out) for runs in experiments for a in groups(runs, "setup")],
         "table": table,
-        "measures": small_print(COLUMNS.values()),
+        "letters": [*_letters(frame, table)],
         "names": ", ".join(frame.experiment.unique()),
         # The runs of an experiment have the same settings, so that any of them can show them.
         "experiments": [_experiment(runs.run.iloc[0]) for runs in experiments],
@@ -66,6 +66,28 @@ def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
         "time": "–" if math.isnan(minutes) else f"{minutes:,.1f} min",
         "runs": [(run.seed, _link(run.folder, out)) for run in arm.run],
     }
+
+
+def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
+    """What the letters and words mean that the page uses, and no others."""
+    headers = " ".join(table.columns).replace(",", "").split()
+    labels = " ".join(frame.label)
+    yield from (meaning for name, meaning in _HEADERS.items() if name in headers)
+    measures = [measure for measure in COLUMNS.values() if measure.title in table.columns]
+    yield small_print(measures)
+    yield from (meaning for option, meaning in _OPTIONS.items() if option in labels)
+
+
+_HEADERS = {
+    "D": "D: training tokens",
+    "N": "N: parameters",
+    "centred": "centred: with the mean removed",
+}
+_OPTIONS = {
+    "f = ": "f: the learning rate of the embeddings, relative to that of all other parameters",
+    "n = ": "n: ν is multiplied by 2⁻ⁿ",
+    "a = ": "a: the exponent of each token's own second moment (row_exponent)",
+}
 
 
 def _link(folder: Path, out: Path) -> str:

@@ -1,0 +1,63 @@
+"""Command lines with a mistake get one line that names what was typed and what to do."""
+
+import shlex
+
+import pytest
+
+from coupled_adam.cli import main
+
+LINES = {
+    "": "name a command first: there are compare, train,",
+    "comapre": "there is no command 'comapre': did you mean compare?",
+    "compare --recipe tinny": "recipe 'tinny': did you mean tiny?",
+    "compare --recipe missing.yaml": "(as a file: No such file or directory)",
+    "compare --recipe .": "(as a file: Is a directory)",
+    "compare training.lr=1e-3": "training.lr=1e-3; did you mean --training.lr 1e-3?",
+    "compare --lr 1e-3": "unrecognized arguments: --lr 1e-3; did you mean --training.lr?",
+    "compare --traning.lr 1e-3": "did you mean --training.lr?",
+    "compare --seed 3": "did you mean --seeds?",
+    "compare --seeds 0": "--seeds 0: there must be at least one seed",
+    "compare --seeds": "--seeds: there must be at least one seed",
+    "compare --seeds 1 1": "--seeds 1 1: a seed is given twice",
+    "compare --seeds -1": "--seeds -1: Input should be greater than or equal to 0",
+    "compare --seeds 1,3": "--seeds 1,3: Input should be a valid integer",
+    "compare --seeds three": "--seeds three: Input should be a valid integer",
+    "compare --steps 0": "--steps 0: Input should be greater than or equal to 1",
+    "compare --steps 1e3x": "--steps 1e3x: Input should be a valid integer",
+    "compare --steps": "argument --steps: expected one argument",
+    "compare --text nowhere/": "--text nowhere: there is no such file or folder",
+    "compare --arms leen": "recipe 'demo' has no arm 'leen': did you mean lean?",
+    "compare --arms.mine adamw": "arms.mine='adamw' must be an optimizer and its options",
+    "compare --arms.mine '{lr: 1}'": "arms.mine.optimizer=None must be one of adamw, coupled_adam",
+    "compare --arms.mine '{optimizer: adam}'": "arms.mine.optimizer='adam' must be one of adamw,",
+    "compare --arms.nope.lr_factor 2": "arms.nope.lr_factor: there is no nope; there are adamw,",
+    "compare --arms.lean.lr_facto 2": "arms.lean: lr_facto is no key: did you mean lr_factor?",
+    "compare --arms.lean.lr_factor 0": "lr_factor=0: Input should be greater than 0",
+    "compare --arms.lean.lr_factor []": "arms.lean.lr_factor=[] must have at least one value",
+    "compare --arms.x*.lr 1": "arms.x*.lr matches nothing: there are adamw, coupled_adam, lean",
+    "compare --arms.mine '{optimizer: table_rule, rule: embr}'": "rule=embr: did you mean ember?",
+    "compare --training.learning_rate 1": "training.learning_rate is no key: did you mean lr?",
+    "compare --training.betas .9": "training.betas=0.9: must be several values in brackets",
+    "compare --training.lr [": "--training.lr is not YAML",
+    "compare --training.lr fast": "training.lr=fast: Input should be a valid number",
+    "compare --training.steps null": "give one of training.steps and training.tokens",
+    "compare --training.schedule linear": "training.schedule=linear: Input should be 'cosine'",
+    "compare --model.n_layr 3": "model.n_layr is no key: did you mean n_layer?",
+    "compare --model.n_head 7": "model.n_embd=64 must be a multiple of model.n_head=7",
+    "compare --data.max_tokens 10": "data.max_tokens=10 must be more than training.sequence_length",
+    "compare --variant foo": "variant=foo must be MODULE:NAME",
+    "compare --strategy fsdp": "argument --strategy: invalid choice: 'fsdp'",
+    "train --seed 1": "the following arguments are required: --arm",
+    "train --arm leen": "recipe 'demo' has no arm 'leen': did you mean lean?",
+    "recipes tinny": "recipe 'tinny': did you mean tiny?",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_wrong_lines(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(line)) == 2
+    said = capsys.readouterr().err
+    assert LINES[line] in said
+    assert said.count("\n") == 1
+    assert not [*tmp_path.iterdir()]

@@ -95,6 +95,12 @@ def scale_by_coupled_adam(
             f"Invalid second_moment_scale: {second_moment_scale} (must be positive and finite)"
         )
     has_momentum = not (isinstance(b1, numbers.Real) and b1 == 0)
+    are_numbers = isinstance(b1, numbers.Real) and isinstance(b2, numbers.Real)
+    if row_exponent and has_momentum and are_numbers and not b1 < b2 ** (row_exponent / 2):
+        raise ValueError(
+            f"Invalid b1: {b1} (must be below b2^(row_exponent / 2) = "
+            f"{b2 ** (row_exponent / 2):.4f}, or rows without a gradient would move ever faster)"
+        )
     is_lean = zero_sum or row_exponent > 0
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
@@ -144,7 +150,10 @@ def scale_by_coupled_adam(
         # No sum over tokens needs another: devices that share them exchange all of them at once.
         squares, mean_moment = mean(jnp.square(g)), mean(w * m)
         seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
-        rho = optax.tree.bias_correction(nu.mean(), b2, seen)
+        # Columns whose squares have overflowed stand still, and are left out of the mean.
+        is_finite = ~jnp.isinf(nu)
+        total, number = jnp.stack([jnp.where(is_finite, nu, 0), is_finite]).sum(1)  # one all-reduce
+        rho = optax.tree.bias_correction(total / jnp.maximum(number, 1), b2, seen)
         relative = jnp.where(rho == 0, 1, rho) ** (row_exponent / 2)
         rate = relative / denominators(jnp.where(nu == 0, 1, nu), seen)
         rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)

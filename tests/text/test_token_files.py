@@ -61,6 +61,20 @@ def test_llm_c(tmp_path, magic, version, dtype):
     np.testing.assert_array_equal(Tokens([token_file(tmp_path / "a.bin", 300)])[:], ids(100))
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_arrays_of_numpy(tmp_path, dtype):
+    """The header is not read as tokens; floats and matrices are no ids."""
+    ids = np.arange(1000, dtype=dtype) % 300
+    np.save(tmp_path / "ids.npy", ids)
+    tokens = Tokens([token_file(tmp_path / "ids.npy", 300)])
+    assert len(tokens) == 1000
+    np.testing.assert_array_equal(tokens[7:13], ids[7:13])
+    for wrong in (ids.astype(float), ids.reshape(10, 100), np.array([None])):
+        np.save(tmp_path / "wrong.npy", wrong)
+        with pytest.raises(UsageError, match=r"wrong.npy (must hold ids|cannot be read)"):
+            token_file(tmp_path / "wrong.npy", 300)
+
+
 def test_unusable_files(tmp_path):
     path = tmp_path / "a.bin"
 

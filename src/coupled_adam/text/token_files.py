@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
@@ -69,7 +69,7 @@ class Tokens:
 
 
 def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFile:
-    """Describe all tokens of a file, which may have llm.c's header.
+    """Describe all tokens of a file, which may have llm.c's header, or be an array of NumPy.
 
     Args:
         vocab_size: V, above all ids.
@@ -85,6 +85,8 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
             start = file.read(2**16)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    if start.startswith(b"\x93NUMPY"):
+        return _array_file(path)
     magic, version, promised = np.frombuffer(start[:12].ljust(12, b"\0"), "<i4").tolist()
     stated = _LLM_C.get((magic, version))
     offset = _HEADER if stated else 0
@@ -101,3 +103,15 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
             "be wider: say what they are with data.token_dtype, or with --token-dtype of analyze"
         )
     return TokenFile(str(path.resolve()), _DTYPES[kind], offset, length)
+
+
+def _array_file(path: Path) -> TokenFile:
+    """The ids of a ``.npy`` file, whose header says where and what they are."""
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error)}") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        shape = list(ids.shape)
+        raise UsageError(f"{path} must hold ids, [tokens], and has {ids.dtype} of shape {shape}")
+    return TokenFile(str(path.resolve()), ids.dtype.str, ids.offset, len(ids))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from coupled_adam.optim import kernels
 from optim.cases import CASES, gradient, matrix, optimizer_of
@@ -84,6 +84,7 @@ def test_the_first_step_is_not_captured(has_state, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: has_state is None)
     monkeypatch.setattr(kernels, "_works", {})
     monkeypatch.setattr(kernels, "is_plain_memory", lambda x: True)
+    monkeypatch.setattr(kernels, "PLAIN", (*kernels.PLAIN, FakeTensor))
     monkeypatch.setattr(
         torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
     )
@@ -117,10 +118,11 @@ def test_what_triton_is_given(monkeypatch):
     with FakeTensorMode():
         assert chosen((4, 3)) is kernels.reference  # fake tensors have no memory
         monkeypatch.setattr(kernels, "is_plain_memory", lambda x: True)
+        monkeypatch.setattr(kernels, "PLAIN", (*kernels.PLAIN, FakeTensor))
         assert chosen((4, 3)) is kernel
         assert chosen((4, 8192), name="LEAN") is kernel
-        assert chosen((4, 8193), name="LEAN") is kernels.reference
-        assert chosen((4, 3), torch.float64) is kernels.reference
+        assert chosen((4, 8193), name="LEAN") is kernels.blocks
+        assert chosen((4, 3), torch.float64) is kernels.blocks
 
 
 @pytest.mark.parametrize("is_installed", [True, False])

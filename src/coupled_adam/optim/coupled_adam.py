@@ -349,10 +349,12 @@ class CoupledAdam(torch.optim.Adam):
         on is the same.
         """
         p = group["params"][index]
-        state, kernel = self.state[p], self._checked.get(description(group, p, self.state[p]))
+        # What is refused leaves no state behind, not even an empty one.
+        kernel = self._checked.get(description(group, p, self.state.get(p, {})))
         if kernel is None and not is_checked:
             check_parameter(group, index)
-            fit_state(group, index, state)
+            fit_state(group, index, self.state[p])
+        state = self.state[p]
         matrix = CoupledMatrix.of(group, p, p.grad, state, number)
         if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
             pieces = [*flat.matrices(matrix, flat.shards_of(group)[p])]

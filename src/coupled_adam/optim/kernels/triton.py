@@ -432,7 +432,7 @@ def _lean(
 
         change = rate[None, :] * step
         if mean is not None:
-            d = tl.load(mean + column, mask=inside & (_number(lr) != 0), other=0.0)
+            d = tl.load(mean + column, mask=_moving(inside, lr), other=0.0)
             change -= tl.where(active, d[None, :], 0.0)
         place = _place(row, param_row_stride, column, param_column_stride)
         p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
@@ -471,8 +471,9 @@ def _finish_lean(
         new = _average(old, tl.div_rn(tl.sum(square, axis=0), k), share)
         tl.store(nu + column, new, mask=inside)
         if mean is not None:
-            moves = inside & (_number(lr) != 0)  # otherwise d is kept for a later step
-            tl.store(mean + column, tl.div_rn(tl.sum(update, axis=0), k), mask=moves)
+            # At a rate of 0 d is kept for a later step.
+            new = tl.div_rn(tl.sum(update, axis=0), k)
+            tl.store(mean + column, new, mask=_moving(inside, lr))
 
 
 @triton.jit
@@ -546,6 +547,12 @@ def _number(value):
     """A number that is passed, or read where it lies on the device."""
     value = tl.core.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
+
+
+@triton.jit
+def _moving(inside, lr):
+    """The columns ``inside``, or none if the rate is 0, at which nothing moves."""
+    return tl.where(inside, _number(lr).to(tl.float32), 0.0) != 0.0
 
 
 @triton.jit

@@ -252,6 +252,9 @@ def test_report(comparison):
         *(f"{name}.{form}" for name in ("overview", *PICTURES) for form in ("png", "svg")),
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.rglob("*.png"))
+    before = {path: path.read_bytes() for path in out.rglob("*.svg")}
+    report([comparison], out)
+    assert all(path.read_bytes() == image for path, image in before.items())
     header, _, standard, coupled, *_ = (out / "table.md").read_text().splitlines()
     assert header.startswith("| D | N | Optimizer | L ↓ | Iso ↑ |")
     assert "Acc" not in header  # nothing has it

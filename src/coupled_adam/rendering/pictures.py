@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
@@ -55,7 +56,10 @@ class Picture:
 def drawn(figure: Figure, format: str = "png") -> bytes:  # noqa: A002
     """The image of a figure as PNG, SVG or PDF."""
     image = io.BytesIO()
-    figure.savefig(image, dpi=130, format=format)
+    # The same figure gives the same bytes: no date, and the same names of what is in it.
+    metadata = {"Date": None} if format == "svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "coupled-adam"}):
+        figure.savefig(image, dpi=130, format=format, metadata=metadata)
     return image.getvalue()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
@@ -55,23 +55,13 @@ def run(options: Options) -> None:
 
     # A recipe that is mistyped is refused before the libraries are loaded, which takes seconds.
     plain = load_values(options.recipe or DEFAULT_RECIPE)
-    if not options.resume:
-        options.selected(options.recipe_of(plain))
+    out = options.out or Path("runs") / str(plain.get("name"))
+    recipe = _continued(options, plain, out) if options.resume else options.recipe_of(plain)
+    recipe = options.selected(recipe)
 
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
 
-    out = options.out or Path("runs") / str(plain.get("name"))
-    stored = comparison.stored_recipe(out) if options.resume else None
-    if options.resume and options.out and not options.recipe and not stored:
-        raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
-    if stored and not options.recipe:
-        plain = stored.to_dict()
-    recipe = options.recipe_of(plain)
-    # A comparison that was extended has more arms and seeds than the recipe that is named.
-    if options.recipe and stored:
-        recipe = recipe.joined(stored)
-    recipe = options.selected(recipe)
     how = options.execution(recipe)
     show(
         f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
@@ -91,3 +81,17 @@ def run(options: Options) -> None:
         on_start=lambda: show(f"results in {out}"),
         on_report=on_report,
     )
+
+
+def _continued(options: Options, plain: dict[str, Any], out: Path) -> Recipe:
+    """The recipe of the comparison in ``out``, if there is one, with what is asked for now."""
+    from coupled_adam.lab.comparison import stored_recipe
+
+    stored = stored_recipe(out)
+    if options.out and not options.recipe and not stored:
+        raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
+    if stored and not options.recipe:
+        plain = stored.to_dict()
+    recipe = options.recipe_of(plain)
+    # A comparison that was extended has more arms and seeds than the recipe that is named.
+    return recipe.joined(stored) if options.recipe and stored else recipe

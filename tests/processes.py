@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -51,6 +52,14 @@ def _output_folder():
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     return Path(folder.name)
+
+
+def start_server():
+    """Start the server, if it does not run yet, with the environment of this moment.
+
+    Lightning notes on import which optional packages there are, and every fork inherits that.
+    """
+    multiprocessing.forkserver.ensure_running()
 
 
 class Process:

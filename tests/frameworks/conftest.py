@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import start_server
+
 FOLDER = Path(sys.prefix) / "frameworks"
 if FOLDER.is_dir():
     sys.path.append(str(FOLDER))
@@ -18,5 +20,6 @@ if FOLDER.is_dir():
 @pytest.fixture
 def frameworks_in_processes(monkeypatch):
     """For tests that start processes, which import the packages as well."""
+    start_server()  # without them: other tests fork it as well
     before = filter(None, [os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*before, str(FOLDER)]))

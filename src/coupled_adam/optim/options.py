@@ -42,15 +42,16 @@ def _are_betas(value: Any) -> bool:
     return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in value)
 
 
+_RATE = (_is_rate, "a number from 0 on, or a tensor with one element")
 _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_is_rate, "a number from 0 on"),
-    "head_lr": (_is_rate, "a number from 0 on"),
-    "adam_lr": (_is_rate, "a number from 0 on"),
+    "lr": _RATE,
+    "head_lr": _RATE,
+    "adam_lr": _RATE,
     "lr_factor": (_positive, "a positive number, and no lr"),
     "betas": (_are_betas, "two numbers from 0 on and below 1"),
-    "eps": (_is_rate, "a number from 0 on"),
-    "weight_decay": (_is_rate, "a number from 0 on"),
-    "embedding_weight_decay": (_is_rate, "a number from 0 on"),
+    "eps": _RATE,
+    "weight_decay": _RATE,
+    "embedding_weight_decay": _RATE,
     "coupled": (_is_flag, "True or False"),
     "zero_sum": (_is_flag, "True or False"),
     "stochastic_rounding": (_is_flag, "True or False"),

@@ -31,7 +31,7 @@ TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0
 gpu-compile: $(TRITONS:%=gpu-compile-%)
 gpu-compile-%: $(VENV)/installed
 	test -d $(VENV)/triton-$* || $(PIP) --no-deps --target $(VENV)/triton-$* triton==$*
-	PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
+	TRITON_CACHE_DIR=$(VENV)/triton-$*/cache PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
 PIP := $(BIN)/pip --disable-pip-version-check install

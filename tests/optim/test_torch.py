@@ -143,6 +143,34 @@ def test_copies_continue_alike(copier):
     assert twin_optimizer.param_groups[-1]["second_moment_scale"] == 0.5
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("coupled", [{}, LEAN], ids=["coupled", "LEAN"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_sets_no_attribute(coupled, compiled):
+    """Dynamo refuses that in several versions of torch, and the step could not be compiled."""
+
+    class Sealed(CoupledAdamW):
+        is_sealed = False
+
+        def __setattr__(self, name, value):
+            if self.is_sealed:
+                raise AttributeError(f"a step sets {name}")
+            super().__setattr__(name, value)
+
+    model = tiny_model()
+    optimizer = Sealed(param_groups(model, coupled), lr=1e-2)
+    # A group that comes without options is completed, and warnings are given once.
+    optimizer.param_groups[0].pop("second_moment_scale")
+    torch.compiler.reset()
+    step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+    Sealed.is_sealed = True
+    before = model.embed.weight.detach().clone()
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        step()
+    assert not torch.equal(model.embed.weight, before)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(

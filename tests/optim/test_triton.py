@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
-from gpu_compile import KINDS, TARGETS, compiling, take_steps
+from gpu_compile import KINDS, TARGETS, compiling, take_steps, usage
 
 from coupled_adam.optim.kernels import triton as kernel
 
@@ -48,16 +48,19 @@ def test_compiled(name, dtype):
     with compiling("sm_90") as launches:
         take_steps(name, 768, dtype, "rows")
     assert launches
+    assert not any(usage(launch).spilled for launch in launches)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", KINDS)
 def test_compiled_everywhere(name, target):
+    """Without spilled registers, also where a program has the most to hold."""
     for columns, layout in ((770, "transposed"), (8192, "rows")):
         with compiling(target) as launches:
             take_steps(name, columns, torch.bfloat16, layout)
         assert launches
+        assert not any(usage(launch).spilled for launch in launches)
 
 
 def test_one_binary_for_all_steps():

@@ -11,7 +11,6 @@ every call, and nothing waits for the device, so that a step can be captured in 
 # Triton has no types.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-import contextlib
 import functools
 import math
 from dataclasses import replace
@@ -64,102 +63,91 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 
     The first moment is left to ``apply_coupled``, as to update it here would move as many bytes.
     """
-    across, parts, block = _grid(matrix.grad)
-    sums = _empty(matrix.grad, parts, matrix.grad.shape[1])
-    _launch_sums(matrix.grad, (across, parts), block, sums, None)
+    sums = _sums_of(matrix.grad, over_rows=True)
     return Sums(sums.sum(0) if matrix.row_ranks else sums)
 
 
 def sum_rows(matrix: CoupledMatrix) -> Tensor:
     """The sums over the columns, [rows]."""
-    across, parts, block = _grid(matrix.grad)
-    sums = _empty(matrix.grad, across, len(matrix.grad))
-    _launch_sums(matrix.grad, (across, parts), block, None, sums)
-    return sums.sum(0)
+    return _sums_of(matrix.grad, over_rows=False).sum(0)
 
 
-def _launch_sums(
-    grad: Tensor,
-    grid: tuple[int, int],
-    block: tuple[int, int],
-    sums: Tensor | None,
-    row_sums: Tensor | None,
-) -> None:
-    rows, columns = grad.shape
+def _sums_of(grad: Tensor, over_rows: bool) -> Tensor:
+    """The sums of squares of each part, [parts, columns] or [parts, rows]."""
+    (rows, columns), (across, parts, block) = grad.shape, _grid(grad)
+    sums = _empty(grad, parts, columns) if over_rows else _empty(grad, across, rows)
     if columns:
-        with _launching_on(grad):
-            _sums[grid](grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS)
+        targets = (sums, None) if over_rows else (None, sums)
+        _launch(_sums, (across, parts), block, grad, *grad.stride(), *targets, rows, columns)
+    return sums
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update the matrix by Coupled Adam, given the sums over all ranks."""
-    with _launching_on(matrix.param):
-        _launch_coupled(matrix, sums, scalars)
+    param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
+    rows, columns = param.shape
+    rates = torch.empty_like(matrix.exp_avg_sq)
+    block = _block(param, _UPDATE_BLOCK)
+    # fmt: off
+    if columns:
+        _launch(
+            _finish, (triton.cdiv(columns, _FINISH_BLOCK[1]),), _FINISH_BLOCK,
+            sums.columns, sums.columns.numel() // columns,
+            matrix.exp_avg_sq, matrix.max_exp_avg_sq, rates, columns,
+            share=1 - matrix.beta2, vocab_size=float(matrix.vocab_size),
+            factor=_on(param.device, scalars.factor), skip=scalars.skip,
+            **_of_step_size(matrix, scalars),
+        )
+    if columns and rows:
+        _launch(
+            _update, (triton.cdiv(rows, block[0]) * triton.cdiv(columns, block[1]),), block,
+            param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
+            rates, rows, columns,
+            **_of_parameter(matrix, scalars),
+        )
+    # fmt: on
     torch.autograd.graph.increment_version(matrix.changed)  # as torch's operations tell autograd
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
-    """Update the matrix by LEAN."""
-    with _launching_on(matrix.param):
-        total = _launch_lean(matrix, weights, scalars)
-    torch.autograd.graph.increment_version(matrix.changed)
-    return total
-
-
-def _launch_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
-    """Launch ``_finish`` and ``_update``."""
+    """Update the matrix by LEAN; return its sums if others are added to them."""
     param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
+    nu, mean, share = matrix.exp_avg_sq, matrix.mean_update, 1 - matrix.beta2
     rows, columns = param.shape
-    if not columns:
-        return
-    rates, parts = torch.empty_like(matrix.exp_avg_sq), sums.columns.numel() // columns
-    # fmt: off
-    _finish[(triton.cdiv(columns, _FINISH_BLOCK[1]),)](
-        sums.columns, parts, matrix.exp_avg_sq, matrix.max_exp_avg_sq, rates, columns,
-        share=1 - matrix.beta2, vocab_size=float(matrix.vocab_size),
-        factor=_on(param.device, scalars.factor), skip=scalars.skip,
-        **_of_step_size(matrix, scalars),
-        ROWS=_FINISH_BLOCK[0], COLUMNS=_FINISH_BLOCK[1], **_OPTIONS,
-    )
-    if not rows:
-        return
-    tall, wide = _block(param, _UPDATE_BLOCK)
-    _update[(triton.cdiv(rows, tall) * triton.cdiv(columns, wide),)](
-        param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
-        rates, rows, columns,
-        **_of_parameter(matrix, scalars),
-        ROWS=tall, COLUMNS=wide, **_OPTIONS,
-    )
-    # fmt: on
-
-
-def _launch_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
-    """Launch ``_lean``, and ``_finish_lean`` if no other rank has rows."""
-    param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
-    nu, mean = matrix.exp_avg_sq, matrix.mean_update
-    rows, columns = param.shape
-    parts, shape = _lean_shape(matrix, is_rounded=scalars.noise is not None)
+    parts, block, options = _lean_shape(matrix, is_rounded=scalars.noise is not None)
     sums = _empty(grad, parts, 2 * columns + 1)
     # fmt: off
-    _lean[(parts,)](
+    _launch(
+        _lean, (parts,), block,
         param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
         nu, mean, None if weights is not None else matrix.row_exp_avg_sq, weights, sums,
         rows, columns,
-        share=1 - matrix.beta2, exponent=matrix.group["row_exponent"] / 2,
-        **_of_step_size(matrix, scalars),
-        **_of_parameter(matrix, scalars),
-        **{**_OPTIONS, **shape},
+        share=share, exponent=matrix.group["row_exponent"] / 2,
+        **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
     )
-    if matrix.row_ranks or weights is not None:
-        return sums.sum(0)
-    if columns:
-        tall, wide = _FINISH_LEAN_BLOCK
-        _finish_lean[(triton.cdiv(columns, wide),)](
-            sums, parts, nu, mean, columns, 1 - matrix.beta2, _on(param.device, matrix.lr),
-            ROWS=tall, COLUMNS=wide, **{**_OPTIONS, "num_warps": 8},
+    are_complete = not matrix.row_ranks and weights is None
+    if are_complete and columns:
+        _launch(
+            _finish_lean, (triton.cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
+            sums, parts, nu, mean, columns, share, _on(param.device, matrix.lr), num_warps=8,
         )
     # fmt: on
-    return None
+    torch.autograd.graph.increment_version(matrix.changed)
+    return None if are_complete else sums.sum(0)
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    block: tuple[int, int],
+    x: Tensor,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """Launch a kernel on the device of its first argument; Triton takes the current one."""
+    with torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x):
+        rows, columns = block
+        kernel[grid](x, *args, ROWS=rows, COLUMNS=columns, **{**_OPTIONS, **options})
 
 
 def _of_step_size(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
@@ -195,8 +183,10 @@ def _of_parameter(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
     }
 
 
-def _lean_shape(matrix: CoupledMatrix, is_rounded: bool) -> tuple[int, dict[str, int]]:
-    """The number of programs that take whole rows, and their block, warps and stages.
+def _lean_shape(
+    matrix: CoupledMatrix, is_rounded: bool
+) -> tuple[int, tuple[int, int], dict[str, int]]:
+    """The number of programs that take whole rows, their block, and their warps and stages.
 
     With 32 elements a thread and three stages it is at most 13 % slower than ``e - c g`` on an
     H200. ``benchmarks/gpu_compile.py`` prints what this means for each GPU.
@@ -207,18 +197,24 @@ def _lean_shape(matrix: CoupledMatrix, is_rounded: bool) -> tuple[int, dict[str,
     tall = max(1, _LEAN_ELEMENTS // wide)
     most = _PROGRAMS * units * _LEAN_ELEMENTS // (tall * wide)
     parts = max(1, min(most, triton.cdiv(rows, tall)))
-    # Elements that are not read 16 bytes at a time have addresses of their own, in registers: a
-    # thread can have fewer of them, and reads none ahead. On AMD a warp has twice the threads.
     is_aligned = all(x.stride(1) == 1 and x.stride(0) % 16 == 0 for x in matrices)
-    lanes, elements, stages = (64, 16 // param.itemsize, 2) if torch.version.hip else (32, 8, 3)
-    if is_aligned and not torch.version.hip:
-        # Moments and random numbers take registers, too.
-        elements = 32 if matrix.exp_avg is None and not is_rounded else 16
-    # The blocks that are read ahead must fit into the shared memory.
+    lanes = 64 if torch.version.hip else 32
+    if torch.version.hip:
+        threads, elements, stages = 1024, 16 // param.itemsize, 2
+    elif is_aligned:
+        # So few threads can have 255 registers each. Moments take some, too, and so do random
+        # numbers of several rows; a thread that has more elements nevertheless reads less ahead.
+        crowded = (matrix.exp_avg is not None) + (is_rounded and tall > 1)
+        threads, elements = 256, 32 >> crowded
+        stages = 3 if tall * wide <= threads * elements else 2
+    else:
+        threads, elements, stages = 512, 8, 1
+    # Elements that are not read 16 bytes at a time have addresses of their own, in registers: none
+    # are read ahead. Otherwise the blocks that are must fit into the shared memory.
     ahead = tall * wide * sum(x.itemsize for x in matrices) + (0 if mean is None else 4 * wide)
     stages = min(stages, 1 + (shared_memory - 1024) // ahead) if is_aligned else 1
-    warps = max(1, min(16, tall * wide // (elements * lanes)))
-    return parts, {"ROWS": tall, "COLUMNS": wide, "num_warps": warps, "STAGES": stages}
+    warps = max(1, min(threads, tall * wide // elements) // lanes)
+    return parts, (tall, wide), {"num_warps": warps, "STAGES": stages}
 
 
 def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
@@ -260,11 +256,6 @@ def _signed(number: int) -> int:
 def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a program's block, longest where elements are neighbours in memory."""
     return block if matrix.stride(1) == 1 else (block[1], block[0])
-
-
-def _launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make a tensor's device the current one, on which Triton launches."""
-    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
 
 
 @triton.jit
@@ -437,7 +428,10 @@ def _lean(
         place = _place(row, param_row_stride, column, param_column_stride)
         p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
         if noise_t is not None:
-            p = _rounded(p, row + first_row, column + first_column, noise_t, salt)
+            # This adds 0, which the compiler does not know: otherwise a thread would keep the
+            # numbers of all its columns in registers from one row to the next.
+            number = column + (first_column + (first >> 31))
+            p = _rounded(p, row + first_row, number, noise_t, salt)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
     tl.store(sums + column, rate * tl.sum(update, axis=0), mask=inside)
     tl.store(sums + columns + column, tl.sum(square, axis=0), mask=inside)
@@ -513,8 +507,8 @@ def _rounded(p, row, column, t, salt):
     """Round stochastically to bfloat16, as :mod:`coupled_adam.optim.rounding` does."""
     key = _mix(_number(t).to(tl.uint32) ^ salt.to(tl.uint32))
     random = _mix(_mix(_mix(row.to(tl.uint32)) ^ key)[:, None] ^ column.to(tl.uint32)[None, :])
-    bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
-    return tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
+    bits = tl.where(p == p, p.to(tl.uint32, bitcast=True) + (random >> 16), 0x7FC00000)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -16,8 +16,8 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
     The arms are compared with the best AdamW by two-sided t-tests over pairs of runs with the same
-    seed, which start from the same weights and see the same batches. A difference is called one only if
-    p < 0.05, and p-values are not corrected for the number of arms.
+    seed, which start from the same weights and see the same batches. A difference is called one
+    only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
     paragraphs = [

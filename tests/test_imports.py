@@ -15,6 +15,7 @@ ROOMS = [
     "errors",
     "fields",
     "files",
+    "outputs",
     "runs",
     "optim",
     "",
@@ -33,7 +34,7 @@ ROOMS = [
     "integrations",
 ]
 STRANGERS = {
-    "optim": {"errors", "fields", "files", "runs"},
+    "optim": {"errors", "fields", "files", "outputs", "runs"},
     "embeddings": {"optim", ""},
     "text": {"optim", ""},
     "optax": set(ROOMS) - {"optax"},

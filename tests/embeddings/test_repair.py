@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     save_file({"E": torch.ones(3, 2)}, tmp_path / "E.safetensors")
     np.save(tmp_path / "E.npy", np.ones((3, 2)))
     for source, out, recenter, message in (
-        (gpt2, "there", False, "exists: the repaired model is written to a new folder"),
+        (gpt2, "there", False, "exists: choose another name"),
         (tmp_path / "E.safetensors", "out", False, "E.safetensors cannot be repaired: it must be"),
         (tmp_path / "E.npy", "o.npy", True, "--recenter would change its predictions"),
         (tmp_path / "E.npy", "o.pt", False, "o.pt must end in .npy, as"),

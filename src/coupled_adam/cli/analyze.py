@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
+from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import show, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
+from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

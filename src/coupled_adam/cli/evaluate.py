@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
+from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import put, show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, require
+from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
     from coupled_adam.lab.data.corpus import Corpus

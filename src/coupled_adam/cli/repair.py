@@ -12,8 +12,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from coupled_adam.cli.options import ModelOptions, check_outputs
+from coupled_adam.cli.options import ModelOptions
 from coupled_adam.cli.terminal import show, working
+from coupled_adam.outputs import check_outputs
 
 _NAMED = 20  # rows
 

@@ -28,6 +28,7 @@ from coupled_adam.embeddings.loading import (
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.files import new_folder, write_atomically
+from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
@@ -133,8 +134,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
-    if os.path.lexists(out):
-        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    check_outputs(out=out)
     if source.suffix == ".npy" and source.is_file() and out.suffix != ".npy":
         raise UsageError(f"--out {out} must end in .npy, as {source} does")
     model, entries = _load(source)

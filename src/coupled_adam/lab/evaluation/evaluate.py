@@ -23,7 +23,7 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
-from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
@@ -31,6 +31,7 @@ from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.run import Run, read_evaluation
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.outputs import sole_writer
 from coupled_adam.runs import EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens

@@ -18,6 +18,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.run import Run, read_evaluation, read_log
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import environment
+from coupled_adam.outputs import claimed
 from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -33,7 +34,7 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
             run; or is in use by another process.
     """
     folder = run.folder
-    locks.enter_context(files.claimed(folder, lambda: check_folder(run)))
+    locks.enter_context(claimed(folder, lambda: check_folder(run)))
     if not (folder / CONFIG).exists():
         facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
         files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))

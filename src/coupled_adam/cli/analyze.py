@@ -159,10 +159,10 @@ def _undertrained(
     reports = []
     for entry in analyses if options.undertrained or is_mapped else ():
         with working(f"under-trained tokens, {entry.label}"):
-            found = find_undertrained(entry)
+            report = find_undertrained(entry)
             if options.verify:
-                found = verify_undertrained(found, *loaded(entry.model))
-            reports.append(found)
+                report = verify_undertrained(report, *loaded(entry.model))
+            reports.append(report)
     return reports
 
 

@@ -81,12 +81,12 @@ def compare(
     means, squares = zip(*(_mean_and_square(*side) for side in (before, after)))
     if 0 in squares:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
-    cross, of_usable = _products(before, after, means)
+    cross, usable_cosines = _products(before, after, means)
     cka = float(cross.norm()) ** 2 / math.prod(squares)
-    if of_usable is None:
+    if usable_cosines is None:
         return Changes(None, ratios, cka, None)
     cosines = np.full(len(ratios), np.nan)
-    cosines[usable] = of_usable
+    cosines[usable] = usable_cosines
     shift = float((means[1] - means[0]).norm()) / float(norms[0][usable].mean())
     return Changes(cosines, ratios, cka, shift)
 

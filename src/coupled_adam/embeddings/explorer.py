@@ -172,10 +172,10 @@ def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[
     axes = torch.linalg.eigh(geometry.gram(matrix, mean, keep))[1].flip(1)[:, :2]
     # The sign of an eigenvector is arbitrary: its largest component is positive.
     axes = axes * axes.gather(0, axes.abs().argmax(0)[None]).sign()
-    found = np.zeros((2, keep.sum()), np.float32)
-    places = torch.cat([(block - mean) @ axes for block in geometry.blocks(matrix, keep)])
-    found[: axes.shape[1]] = geometry.as_array(places).T
-    return found
+    components = np.zeros((2, keep.sum()), np.float32)
+    projected = torch.cat([(block - mean) @ axes for block in geometry.blocks(matrix, keep)])
+    components[: axes.shape[1]] = geometry.as_array(projected).T
+    return components
 
 
 def _columns(

@@ -105,14 +105,14 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
         return {names.get(folder.name, folder.stem): _read(folder)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # The published sets first, in the paper's order.
-    found = {name: path for file, name in names.items() for path in files if path.name == file}
-    found |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
-    if not found:
+    paths = {name: path for file, name in names.items() for path in files if path.name == file}
+    paths |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
+    if not paths:
         raise ValueError(
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED)}"
         )
-    return {name: _read(path) for name, path in found.items()}
+    return {name: _read(path) for name, path in paths.items()}
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -229,11 +229,11 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     # Equal cosines differ by rounding errors, whose correlation would be meaningless.
     if count < 3 or np.ptp(ratings) == 0 or np.ptp(cosines) <= 1e-12:
         return SetScore(None, None, count, total)
-    pearson, spearman = (
+    r, spearman = (
         100 * float(correlation(ratings, cosines).statistic)
         for correlation in (stats.pearsonr, stats.spearmanr)
     )
-    return SetScore(pearson, spearman, count, total)
+    return SetScore(r, spearman, count, total)
 
 
 def _read(path: Path) -> WordSimilaritySet:

@@ -73,7 +73,7 @@ def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
     headers = " ".join(table.columns).replace(",", "").split()
     labels = " ".join(frame.label)
     yield from (meaning for name, meaning in _HEADERS.items() if name in headers)
-    measures = [measure for measure in COLUMNS.values() if measure.title in table.columns]
+    measures = [measure for measure in COLUMNS.values() if measure.header in table.columns]
     yield small_print(measures)
     yield from (meaning for option, meaning in _OPTIONS.items() if option in labels)
 
@@ -81,7 +81,7 @@ def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
 _HEADERS = {
     "D": "D: training tokens",
     "N": "N: parameters",
-    "centred": "centred: with the mean removed",
+    "centered": "centered: with the mean removed",
 }
 _OPTIONS = {
     "f = ": "f: the learning rate of the embeddings, relative to that of all other parameters",

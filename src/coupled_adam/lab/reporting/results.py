@@ -162,7 +162,7 @@ def results_table(
         cells = [row.metrics[column.key].cell for column in columns]
         number = [str(len(row.runs))] if seeds else []
         lines.append([*(text(row.run) for text in lead.values()), *cells, *number])
-    header = [*lead, *(column.title for column in columns), *(["seeds"] if seeds else [])]
+    header = [*lead, *(column.header for column in columns), *(["seeds"] if seeds else [])]
     return Table(header, lines, title, notes, left=left)
 
 

@@ -17,7 +17,7 @@ from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets, measures
-from coupled_adam.lab.evaluation.loading import load_trained
+from coupled_adam.lab.evaluation.load_model import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.run import Run

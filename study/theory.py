@@ -30,7 +30,7 @@ from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.loading import (
+from coupled_adam.lab.evaluation.load_model import (
     block_length,
     check_model,
     load_model,

@@ -247,8 +247,8 @@ def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, caps
     arguments = [name, *options, "--counts", "counts.npy", "--device", "cpu", "--json"]
     assert main(["analyze", *arguments]) == 0
     content = json.loads(capsys.readouterr().out)
-    found = content if isinstance(content, list) else [content]
-    commands = [command for entry in found for command in advised(entry["diagnosis"])]
+    entries = content if isinstance(content, list) else [content]
+    commands = [command for entry in entries for command in advised(entry["diagnosis"])]
     kinds = set()
     for number, command in enumerate(commands):
         given = [part.replace("NEW", f"new{number}") for part in command]

@@ -55,7 +55,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
-    from coupled_adam.lab.evaluation.loading import trusted_run
+    from coupled_adam.lab.evaluation.load_model import trusted_run
     from coupled_adam.runs import EVALUATION, is_run
 
     check_outputs(options.overwrite, out=options.out)
@@ -67,6 +67,7 @@ def run(options: Options) -> None:
         "sets": None if published is None else word_similarity_sets(published),
         "downstream": _downstream(options),
     }
+    # What is for the other of the two is refused, and not ignored.
     for name in ("text", "out", "revision") if is_run(folder) else ("variant",):
         kind = "run" if is_run(folder) else "model"
         require(getattr(options, name) is None, f"--{name} is not for {folder}, which is a {kind}")

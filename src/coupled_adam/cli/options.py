@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.errors import UsageError, did_you_mean
 from coupled_adam.fields import Count, require
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.runs import COMPARISON, CONFIG
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class RunOptions(DeviceOption, Execution):
         values |= {key: read_yaml(text, f"--{key}") for key, text in self.keys.items()}
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
-        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
-        if of_runs and recipe.variant is not None and self.variant is None:
+        is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
+        if is_stored and recipe.variant is not None and self.variant is None:
             raise UsageError(
                 f"the recipe in OUT executes the code of {recipe.variant}: if you trust it, add "
                 f"--variant {recipe.variant} to the command"
@@ -123,7 +123,7 @@ class RunOptions(DeviceOption, Execution):
         exists = self.text is None or self.text.exists()
         require(exists, f"--text {self.text}: there is no such file or folder")
         from coupled_adam.lab.models import parameters
-        from coupled_adam.lab.training.run import try_out
+        from coupled_adam.lab.training.train import try_out
         from coupled_adam.lab.training.variant import load_variant
 
         quiet_libraries()  # after their imports, which set the levels they like

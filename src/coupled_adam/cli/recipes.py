@@ -64,6 +64,7 @@ def explained(recipe: Recipe) -> str:
                 lines += _commented({name: values[key][name]}, text, "  ")
         else:
             lines += _commented({key: values.get(key)}, meaning)
+    # The recipe shows its own arms; these are all that it could have.
     for optimizer, arm in ARMS.items():
         lines.append(f"# The options of an arm with optimizer: {optimizer}")
         for name, text in meanings(arm).items():

@@ -55,6 +55,7 @@ def run(options: Options) -> None:
         content = {"matrices": [dataclasses.asdict(report) for report in reports], "loss": losses}
         print(json.dumps(content, indent=2, allow_nan=False))
         return
+    # A line for each matrix, then what it did to the loss.
     for report in reports:
         named = ", ".join(f"#{row} {reason}" for row, reason in [*report.rows.items()][:_NAMED])
         more = ", ..." if len(report.rows) > _NAMED else ""

@@ -67,7 +67,7 @@ def nearest(
 def _search(
     embeddings: Embeddings, rows: NDArray[np.int64], k: int, mean: Tensor, candidates: Mask
 ) -> Nearest:
-    """The k nearest of some rows, and the cosines, in one pass over the matrix."""
+    """The k nearest [n, k] of some rows [n], and the cosines, in one pass over a matrix [V, H]."""
     queries = _directions(geometry.as_float64(embeddings[rows]), mean)
     query_rows = torch.from_numpy(rows).to(queries.device)
     best = torch.full((len(rows), k), -math.inf, device=queries.device)
@@ -85,7 +85,7 @@ def _search(
 
 
 def _directions(rows: Tensor, mean: Tensor) -> Tensor:
-    """The rows with the mean subtracted, at unit norm, in float32; zero if nothing is left."""
+    """Rows [n, H] with the mean [H] removed, at unit norm, in float32; zero if nothing is left."""
     centered = rows - mean
     norms = centered.norm(dim=1, keepdim=True)
     # Rows equal to the mean differ from it by rounding errors only.
@@ -110,6 +110,7 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
                 {"id": row, "token": name(row), "cosine": cosine}
                 for row, cosine in zip(ids, its_cosines)
             ]
+    # A line for each token and variant, with the token in the first.
     lines = []
     for token in named:
         for variant, shown in _VARIANTS.items():
@@ -140,6 +141,7 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
                 "identical": all(torch.equal(matrix[members[0]], matrix[row]) for row in members),
             }
         )
+    # Identical rows come first, then the nearest.
     groups.sort(key=lambda group: (not group["identical"], -group["cosine"]))
     lines = []
     for group in groups[:show]:

@@ -161,6 +161,8 @@ def _resolve(
     token_ids: TokenIds | None,
     keep: Tensor | NDArray[Any] | None,
 ) -> _Inputs:
+    """Find and check what :func:`analyze` is given."""
+    # The files of a model or a run, which also has counts.
     if isinstance(embeddings, str | Path):
         own_counts = Path(embeddings) / COUNTS
         if counts is None and own_counts.is_file():
@@ -176,6 +178,7 @@ def _resolve(
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
+    # Counts and words are those of the rows to keep.
     measured = None if keep is None else np.asarray(keep)
     if measured is not None and (measured.shape != (rows,) or measured.dtype != np.bool_):
         raise ValueError(
@@ -244,15 +247,15 @@ def _spectra(inputs: _Inputs, top: int) -> list[_Variant]:
     gram = geometry.gram(inputs.matrix, mean, inputs.keep)
     squares, axes = torch.linalg.eigh(gram)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
-    raw = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
+    raw_squares, raw_axes = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
     # The eigenvalues ascend, so that the last directions are the top ones.
     left, none = len(mean) - top, axes[:, :0]
     squares_left = torch.cat([squares[:left], torch.zeros_like(squares[left:])])
     floor = 1e-12 * float(norms.max())
     return [
-        _Variant(torch.zeros_like(mean), none, raw.eigenvalues, raw.eigenvectors, floor=0.0),
-        _Variant(mean, top=none, squares=squares, axes=axes, floor=floor),
-        _Variant(mean, top=axes[:, left:], squares=squares_left, axes=axes, floor=floor),
+        _Variant(torch.zeros_like(mean), none, raw_squares, raw_axes, floor=0.0),
+        _Variant(mean, none, squares, axes, floor),
+        _Variant(mean, axes[:, left:], squares_left, axes, floor),
     ]
 
 
@@ -298,7 +301,7 @@ def _partitions(inputs: _Inputs, variants: list[_Variant]) -> None:
 
 
 def _measures(inputs: _Inputs, variants: list[_Variant], along: Array) -> list[Measures]:
-    """The measures of the three variants."""
+    """The measures of the three variants; ``along`` is e_i . mu, [rows]."""
     as_is, centered, _ = variants
     measures = []
     for variant in variants:

@@ -179,7 +179,10 @@ def single_tokens(tokenizer: Any) -> TokenIds:
 def word_vectors(
     embeddings: Embeddings, sets: Sets, token_ids: TokenIds, keep: Mask | None = None
 ) -> tuple[list[str], Array]:
-    """The words of the sets that are single tokens (of those to keep), and their embeddings."""
+    """The words of the sets that are single tokens, and their rows [words, H] of a matrix [V, H].
+
+    Those of rows that are not to be kept, [V] booleans, are left out.
+    """
     check(embeddings)
     # Sorted, so that the order of the words does not depend on Python's hashes.
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
@@ -220,6 +223,7 @@ def similarity_of(
 
 
 def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScore:
+    """The score of words with directions [H] of unit norm."""
     ratings, cosines = [], []
     for (first, second), rating in zip(entry.pairs, entry.ratings):
         if first in directions and second in directions:

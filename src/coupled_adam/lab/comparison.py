@@ -20,7 +20,6 @@ from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, load_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import (
     on_every_rank,
     on_rank_zero,
@@ -28,8 +27,9 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import check_folder
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.train import train
 from coupled_adam.outputs import check_unused, claimed
 from coupled_adam.runs import COMPARISON, REPORT, run_name
 

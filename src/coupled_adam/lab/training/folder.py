@@ -113,7 +113,7 @@ def save_model(
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Save an array as .npy, completely or not at all."""
+    """Save an array of any shape as .npy, completely or not at all."""
     content = io.BytesIO()
     np.save(content, values)
     files.write_atomically(path, content.getvalue())

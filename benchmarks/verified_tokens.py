@@ -86,8 +86,8 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     model = load_model(run.folder / "model", "cpu")
     result: dict[str, Any] = {"never seen": int(unseen.sum())}
     for share in SHARES:
-        found = find_undertrained(analysis, share=share)
-        asked = verify_undertrained(found, model, block_length(model)).verification
+        report = find_undertrained(analysis, share=share)
+        asked = verify_undertrained(report, model, block_length(model)).verification
         assert asked is not None
         verdicts = np.array(asked.verdicts())
         counts = {

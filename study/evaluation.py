@@ -88,8 +88,8 @@ def evaluate(
         "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
     }
     if matrices["input_embeddings"] is not None:
-        of_inputs = _logged(matrices["input_embeddings"])
-        results |= {f"input_{key}": value for key, value in of_inputs.items()}
+        input_numbers = _logged(matrices["input_embeddings"])
+        results |= {f"input_{key}": value for key, value in input_numbers.items()}
     if held_out:
         assert corpus.tokenizer_folder is not None
         results["documents"] = document_losses(

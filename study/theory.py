@@ -232,8 +232,8 @@ class _Stream:
         if both and self.input_average is not None:
             share = {}
             for name, total in totals.items():
-                of_input = self.input_average.double() / self._denominator(name, batches)
-                share[name] = float(-of_input.sum(0) @ total / (total @ total))
+                input_average = self.input_average.double() / self._denominator(name, batches)
+                share[name] = float(-input_average.sum(0) @ total / (total @ total))
         return Sums(
             _cancellation(self.total),
             {name: _cancellation(update) for name, update in self.updates.items()},

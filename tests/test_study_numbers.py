@@ -855,3 +855,43 @@ def test_accuracy():
         assert len(measured["tasks"]) == 7
         assert measured["accuracy"] == pytest.approx(shown, abs=5.1e-4)
         assert measured["stderr"] == pytest.approx(error, abs=5.1e-4)
+
+
+def test_short_runs_of_coupled_adam():
+    """What docs/practice.md says of ``CoupledAdamW(model)`` alone, as losses on validation."""
+    page = " ".join((ROOT / "docs/practice.md").read_text(encoding="utf-8").split())
+    text = page.split("**`CoupledAdamW(model)` alone**")[1]
+    shown = re.search(
+        r"loss is (\S+), and still (\S+) with .* AdamW has (\S+) and `LEAN` (\S+) ", text
+    )
+    names = [
+        *(("learning_rate", "lr=0.005 coupled"), ("between", "coupled n=6")),
+        *(("between", "adamw n=9"), ("settings", "1.2M lean 0 0.99 n=8")),
+    ]
+    expected = [np.mean([*valid(*name).values()]) for name in names]
+    assert [*map(float, shown.groups())] == pytest.approx(expected, abs=5.1e-3)
+    assert expected == sorted(expected, reverse=True)
+
+
+OF_LOSSES = ("optimizers", "rate", "wider")
+LOSS = re.compile(r"\bloss(?!-)")
+NUMBER = re.compile(r"(?<![\d.,=] )(?<![\w.,])[-+]?\d\.\d{2,3}(?![\d.]|,\d| %|M)")
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/practice.md", *(f"docs/study/{p}.md" for p in ("README", *OF_LOSSES))],
+)
+def test_a_loss_names_its_model_and_steps(page):
+    """Each paragraph and each item of a list in which a loss is a number says of what it is."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^## What was written down.*?(?=^## )|^```.*?^```", "", text, flags=re.M | re.S)
+    nameless = [
+        block
+        for block in re.split(r"\n\n|\n(?=- |\d+\. )", text)
+        if not re.match(r"[|#<]", block)
+        and LOSS.search(block)
+        and NUMBER.search(block)
+        and not (re.search(r"\bsteps\b", block) and re.search(r"\d(M|\sparameters)\b", block))
+    ]
+    assert not nameless

@@ -1,4 +1,4 @@
-"""Write the tables of the README and of ``docs/study/``. Comments mark where each begins and ends.
+"""Write the tables of the README, of ``docs/study/`` and of ``tables.md``, between their marks.
 
     python -m study.tables
 
@@ -49,7 +49,7 @@ DOCS = HERE.parent / "docs" / "study"
 GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
 TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
 """The case of ``benchmarks/gpu.py`` that the README shows."""
-PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")), HERE / "tables.md")
 
 BASE = (
     Line("AdamW", "learning_rate", "lr=0.005 adamw"),
@@ -72,7 +72,7 @@ SCALE = {
 """By D and N: the question with the two runs, and the common part of their names."""
 
 
-def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
+def exponent_line(question: str, arm: Arm, n: int, label: str = "") -> Line:
     """The row of a scaled run with this n; the runs for n = 0 are in another question."""
     if n != 0:
         return Line(label, question, f"{arm} n={n}")
@@ -85,7 +85,7 @@ def exponents(question: str, arm: Arm) -> dict[float, Line]:
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     tried = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
-        n: of_exponent(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
+        n: exponent_line(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
     }
 
 
@@ -147,8 +147,8 @@ def _tying() -> Table:
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    of_input = ("input_isotropy", "input_mean_norm_ratio")
-    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *of_input))
+    input_measures = ("input_isotropy", "input_mean_norm_ratio")
+    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *input_measures))
 
 
 def _schedules() -> Table:
@@ -188,7 +188,7 @@ def alternative(lr: float, name: str) -> Line | None:
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
     elif (lr, name) == (5e-3, "lr_factor_0.25"):
-        line = of_exponent("scaled", "adamw", -4, line.label)
+        line = exponent_line("scaled", "adamw", -4, line.label)
     return line if line.name in QUESTIONS[line.question] else None
 
 
@@ -370,7 +370,7 @@ def _switching() -> Table:
 
 
 def _betas(lines: Iterable[Line]) -> Table:
-    """AdamW at its best betas, followed by everything else that has runs, by loss.
+    """AdamW with the best betas, followed by everything else that has runs, by loss.
 
     Of each rule at several rates only one is shown: the rate with the most seeds, which validation
     has chosen, or else the best on validation.
@@ -394,6 +394,7 @@ PEERS = {
     "LEAN": ("one_pass", "plain delayed"),
     "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
     "Ember": ("zero_sum", "ember free"),
+    "Ember, zero-sum": ("zero_sum", "ember zero sum"),
     "Adafactor": ("table_rules", "adafactor free"),
     "DeepSeek-V4.1's": ("table_rules", "balanced free"),
     "DeepSeek-V4.1's without momentum": ("table_rules", "balanced 0 free"),
@@ -455,11 +456,11 @@ ONE_PASS = {
     "one_pass_16k": "batch_16k",
     "one_pass_64k": "batch_64k",
 }
-"""By question, where AdamW at its best betas and the exact LEAN with plain columns have runs."""
+"""By question, where AdamW with the best betas and the exact LEAN with plain columns have runs."""
 
 
 def _versions(question: str) -> Table:
-    """LEAN's versions beside AdamW at its best betas, and Ember."""
+    """LEAN's versions beside AdamW with the best betas, and Ember."""
     before = ONE_PASS[question]
     rules = {
         "AdamW, 0, 0.999": (before, "adamw 0 0.999"),
@@ -471,31 +472,15 @@ def _versions(question: str) -> Table:
     return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
 
 
-ZERO_SUM = {
-    "zero_sum": ("betas", ("peers", "centered adamw 0 0.999"), "one_pass"),
-    "zero_sum_untied": (
-        "betas_untied",
-        ("zero_sum_untied", "adam zero sum"),
-        "zero_sum_untied",
-    ),
+ZERO_SUM_UNTIED = {
+    "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
+    "AdamW, 0, 0.999, zero-sum": ("zero_sum_untied", "adam zero sum"),
+    "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
+    "LEAN": ("zero_sum_untied", "plain delayed"),
+    "Ember": ("zero_sum_untied", "ember free"),
+    "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
 }
-"""By question, where AdamW, and AdamW and LEAN with zero-sum updates, have runs."""
-
-
-def _zero_sum(question: str) -> Table:
-    """Optimizers with and without zero-sum updates."""
-    of_adamw, centered, of_lean = ZERO_SUM[question]
-    rules = {
-        "AdamW, 0, 0.999": (of_adamw, "adamw 0 0.999"),
-        "AdamW, 0, 0.999, zero-sum": centered,
-    }
-    rules |= {
-        "LEAN without zero-sum": (question, "plain delayed free"),
-        "LEAN": (of_lean, "plain delayed"),
-        "Ember": (question, "ember free"),
-        "Ember, zero-sum": (question, "ember zero sum"),
-    }
-    return _by_factor("embeddings", rules)
+"""Optimizers with and without zero-sum updates in an untied model."""
 
 
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
@@ -548,7 +533,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "peers_by_rate": partial(_by_factor, "embeddings", PEERS),
     "width": partial(_by_factor, "LEAN", WIDTHS),
     **{question: partial(_versions, question) for question in ONE_PASS},
-    **{question: partial(_zero_sum, question) for question in ZERO_SUM},
+    "zero_sum_untied": partial(_by_factor, "embeddings", ZERO_SUM_UNTIED),
     "movement": _movement,
     "readme": _readme,
     "geometry": _geometry,

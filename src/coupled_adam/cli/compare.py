@@ -2,7 +2,7 @@
 
 Trains a language model with AdamW, with Coupled Adam and with LEAN, with everything else the same,
 and shows the difference in a table, and in pictures in OUT/report. Without options, it trains a
-small GPT-2 on Python's built-in documentation, in three minutes on two cores.
+small GPT-2 on Python's built-in documentation, in four minutes on two cores.
 
 example: coupled-adam compare --text my-text/ --seeds 3 --training.lr 1e-3
 """
@@ -94,4 +94,4 @@ def _continued(options: Options, plain: dict[str, Any], out: Path) -> Recipe:
         plain = stored.to_dict()
     recipe = options.recipe_of(plain)
     # A comparison that was extended has more arms and seeds than the recipe that is named.
-    return recipe.joined(stored) if options.recipe and stored else recipe
+    return recipe.joined(stored) if stored else recipe

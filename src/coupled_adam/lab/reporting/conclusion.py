@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,13 +16,13 @@ from coupled_adam.runs import COMPARISON
 def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
-    The arms are compared with AdamW by two-sided t-tests over pairs of runs with the same seed,
-    which start from the same weights and see the same batches. A difference is called one only if
-    p < 0.05, and p-values are not corrected for the number of arms.
+    The arms are compared with the best AdamW by two-sided t-tests over pairs of runs with the same
+    seed, which start from the same weights and see the same batches. A difference is called one
+    only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
     paragraphs = [
-        (f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else "")
+        (f"{_common(experiment.experiment)}: " if len(experiments) > 1 else "")
         + " ".join(_sentences(experiment))
         for experiment in experiments
     ]
@@ -35,39 +36,44 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     return paragraphs
 
 
+def _common(column: "pd.Series[Any]") -> Any:
+    """What all runs of an experiment, or of an arm, have in a column."""
+    return column.iloc[0]
+
+
 def _sentences(experiment: pd.DataFrame) -> list[str]:
     arms = groups(experiment, "setup")
     baseline = baseline_of(arms)
-    chosen = ""
+    notes = []
+    # Of the arms of a sweep only the best is compared.
     if len(arms) > experiment.family.nunique():
-        best = _best_of_each(experiment)
-        losses = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in best.values()]
-        chosen = f"The arms with the lowest validation loss are {'; '.join(losses)}."
-        arms = [*best.values()]
-        adamws = [arm for arm in arms if arm.optimizer.iloc[0] == "adamw"]
-        baseline = best.get("adamw", adamws[0] if len(adamws) == 1 else None)
+        arms = _best_of_each(experiment)
+        losses = [f"{_common(arm.label)} ({arm.valid_loss.mean():.3f})" for arm in arms]
+        notes.append(f"The arms with the lowest validation loss are {'; '.join(losses)}.")
+        baseline = baseline_of(arms)
     rivals = [arm for arm in arms if arm is not baseline]
-    of_choice = [*([chosen] if chosen else []), *_states(arms)]
+    notes += _states(arms)
     if baseline is None or not rivals:
-        return ["A comparison needs runs with AdamW and with another optimizer.", *of_choice]
+        return ["A comparison needs runs with AdamW and with another optimizer.", *notes]
+    # With one seed the losses are shown, and how to find out more.
     if experiment.seed.nunique() == 1:
-        folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
+        folder, command = _common(experiment.run).folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-        losses = [f"{arm.label.iloc[0]} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
+        losses = [f"{_common(arm.label)} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
         return [
             f"Test loss with one seed: {'; '.join(losses)}.",
-            *of_choice,
+            *notes,
             f"One seed cannot tell whether a loss is lower; three can:{command}",
         ]
     sentences = [_loss(baseline, arm) for arm in rivals]
     if len(rivals) > 1:
         sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
-    return [*sentences, *of_choice]
+    return [*sentences, *notes]
 
 
-def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The best arm of each family, by the family.
+def _best_of_each(experiment: pd.DataFrame) -> list[pd.DataFrame]:
+    """The best arm of each family.
 
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
     a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
@@ -75,7 +81,7 @@ def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
     arms = experiment.groupby(["family", "setup"], sort=False).valid_loss.agg(["count", "mean"])
     complete = arms[arms["count"] == arms["count"].max()]
     best = complete["mean"].fillna(0).groupby("family", sort=False).idxmin()
-    return {name: experiment[experiment.setup == setup] for name, setup in best}
+    return [experiment[experiment.setup == setup] for _, setup in best]
 
 
 def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
@@ -84,13 +90,13 @@ def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
     if not np.isfinite(sizes).all():
         return []
     texts = [f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in sizes]
-    named = (f"{text} ({arm.label.iloc[0]})" for arm, text in zip(arms, texts))
+    named = (f"{text} ({_common(arm.label)})" for arm, text in zip(arms, texts))
     return [f"Optimizer state of the embeddings: {', '.join(named)}."]
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:
     """The sentence about an arm's test loss."""
-    name, reference = arm.label.iloc[0], baseline.label.iloc[0]
+    name, reference = _common(arm.label), _common(baseline.label)
     test = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS))
     if test is None:
         return f"{name} and {reference} have fewer than two seeds in common: no test is possible."

@@ -351,16 +351,13 @@ class CoupledAdam(torch.optim.Adam):
             check_parameter(group, index)
             fit_state(group, index, self.state[p])
         state = self.state[p]
-        matrix = CoupledMatrix.of(group, p, p.grad, state, number)
-        if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
-            pieces = [*flat.matrices(matrix, flat.shards_of(group)[p])]
-            for piece in pieces:
-                piece.kernel = flat
-            return pieces
-        matrix.kernel = kernel or kernels.choose(matrix)
+        whole = CoupledMatrix.of(group, p, p.grad, state, number)
+        matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
+        for matrix in matrices:
+            matrix.kernel = kernel or kernels.choose(matrix)
         if kernel is None and (key := description(group, p, state)) is not None:
-            self._checked[key] = matrix.kernel
-        return [matrix]
+            self._checked[key] = whole.kernel
+        return matrices
 
     def _update_uncoupled(
         self,

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import choose
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, as_python_number
-from coupled_adam.optim.options import is_lean
 from coupled_adam.optim.rounding import noise_of
 from coupled_adam.optim.sharded import Ranks, Reduction
 
@@ -83,7 +82,7 @@ def update(
     for matrix in matrices:
         # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
         penalized = with_penalty(matrix, factor) if matrix.has_penalty else matrix
-        (lean if is_lean(matrix.group) else coupled).append(penalized)
+        (lean if matrix.is_lean else coupled).append(penalized)
     if coupled:
         update_coupled(coupled, factor, found_inf)
     if lean:
@@ -232,12 +231,12 @@ def _advance(
 ) -> Scalars | None:
     """Count the step, and return its numbers; None if the host skips it."""
     skip = None
-    # The weights of rows that are cut come from the reference, which cannot skip.
-    is_cut = is_lean(matrix.group) and not matrix.has_whole_rows
-    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE and not is_cut:
-        skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
-    elif found_inf is not None and found_inf.item():
-        return None
+    if found_inf is not None:
+        # The weights of rows that are cut come from the reference, which cannot skip.
+        if matrix.kernel.SKIPS_ON_DEVICE and (matrix.has_whole_rows or not matrix.is_lean):
+            skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
+        elif found_inf.item():
+            return None
     t = _count(matrix, skip)
     scale: float | Tensor = 1.0
     decay: float | Tensor = 1.0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from coupled_adam.optim.kernels import blocks
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, is_plain_memory
 
 SKIPS_ON_DEVICE = False
@@ -37,8 +38,7 @@ class _Record(ctypes.Structure):
         *((f"noise_{name}", ctypes.c_uint32) for name in ("key", "row", "column")),
         ("update_moment", ctypes.c_int32),
         ("share", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("sums", "row_sums")),
-        *((name, ctypes.c_void_p) for name in ("row_exp_avg_sq", "weights", "mean_update")),
+        *((name, ctypes.c_void_p) for name in ("sums", "row_exp_avg_sq", "weights", "mean_update")),
         *((name, ctypes.c_double) for name in ("row_share", "row_correction")),
         *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
         ("finish", ctypes.c_int32),
@@ -86,12 +86,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     increment_version(matrix.changed)  # tell autograd, as torch's own operations do
 
 
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """Sum the squared gradient over the columns, [rows]."""
-    record, rows = _record(matrix), torch.empty_like(matrix.row_exp_avg_sq)  # type: ignore[arg-type]
-    record.row_sums = rows.data_ptr()
-    _call("coupled_adam_sum_squares", record)
-    return rows
+sum_rows = blocks.sum_rows  # which reads the gradient once, and calls nothing for each row
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:

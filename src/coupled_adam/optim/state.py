@@ -119,7 +119,7 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
     None for what is not a whole matrix in plain tensors, which is checked at every step.
     """
     grad = p.grad
-    if type(p) not in sharded.PLAIN or type(grad) not in sharded.PLAIN or p.dim() != 2:
+    if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or p.dim() != 2:
         return None
     if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
         return None

@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: demo docs gpu gpu-compile test test-slow
+.PHONY: coverage demo docs format gpu gpu-compile test test-slow
 
 # AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
@@ -17,6 +17,16 @@ test: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) -m "not slow"
+
+# Rewrites what `make test` would refuse of the format, and of the style what can be mended so.
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# How much of the package the quick tests run, line by line; processes that they start do not count.
+coverage: $(VENV)/installed
+	$(PIP) --constraint constraints.txt pytest-cov
+	$(PYTEST) -m "not slow" --cov coupled_adam --cov-report term:skip-covered
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
 test-slow: $(VENV)/installed $(VENV)/frameworks

@@ -35,7 +35,8 @@ from coupled_adam.lab.data.tokenization import held_out_split
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.text.documents import passages, python_documentation
+from coupled_adam.text.documents import passages
+from coupled_adam.text.python_documentation import python_documentation
 from coupled_adam.text.tokenizers import load_tokenizer
 
 NEW = 64

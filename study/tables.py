@@ -1,4 +1,4 @@
-"""Write the tables of the README and of ``docs/study/``. Comments mark where each begins and ends.
+"""Write the tables of the README, of ``docs/study/`` and of ``tables.md``, between their marks.
 
     python -m study.tables
 
@@ -49,7 +49,7 @@ DOCS = HERE.parent / "docs" / "study"
 GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
 TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
 """The case of ``benchmarks/gpu.py`` that the README shows."""
-PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
+PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")), HERE / "tables.md")
 
 BASE = (
     Line("AdamW", "learning_rate", "lr=0.005 adamw"),
@@ -394,6 +394,7 @@ PEERS = {
     "LEAN": ("one_pass", "plain delayed"),
     "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
     "Ember": ("zero_sum", "ember free"),
+    "Ember, zero-sum": ("zero_sum", "ember zero sum"),
     "Adafactor": ("table_rules", "adafactor free"),
     "DeepSeek-V4.1's": ("table_rules", "balanced free"),
     "DeepSeek-V4.1's without momentum": ("table_rules", "balanced 0 free"),
@@ -471,31 +472,15 @@ def _versions(question: str) -> Table:
     return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
 
 
-ZERO_SUM = {
-    "zero_sum": ("betas", ("peers", "centered adamw 0 0.999"), "one_pass"),
-    "zero_sum_untied": (
-        "betas_untied",
-        ("zero_sum_untied", "adam zero sum"),
-        "zero_sum_untied",
-    ),
+ZERO_SUM_UNTIED = {
+    "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
+    "AdamW, 0, 0.999, zero-sum": ("zero_sum_untied", "adam zero sum"),
+    "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
+    "LEAN": ("zero_sum_untied", "plain delayed"),
+    "Ember": ("zero_sum_untied", "ember free"),
+    "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
 }
-"""By question, where AdamW, and AdamW and LEAN with zero-sum updates, have runs."""
-
-
-def _zero_sum(question: str) -> Table:
-    """Optimizers with and without zero-sum updates."""
-    of_adamw, centered, of_lean = ZERO_SUM[question]
-    rules = {
-        "AdamW, 0, 0.999": (of_adamw, "adamw 0 0.999"),
-        "AdamW, 0, 0.999, zero-sum": centered,
-    }
-    rules |= {
-        "LEAN without zero-sum": (question, "plain delayed free"),
-        "LEAN": (of_lean, "plain delayed"),
-        "Ember": (question, "ember free"),
-        "Ember, zero-sum": (question, "ember zero sum"),
-    }
-    return _by_factor("embeddings", rules)
+"""Optimizers with and without zero-sum updates in an untied model."""
 
 
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
@@ -548,7 +533,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "peers_by_rate": partial(_by_factor, "embeddings", PEERS),
     "width": partial(_by_factor, "LEAN", WIDTHS),
     **{question: partial(_versions, question) for question in ONE_PASS},
-    **{question: partial(_zero_sum, question) for question in ZERO_SUM},
+    "zero_sum_untied": partial(_by_factor, "embeddings", ZERO_SUM_UNTIED),
     "movement": _movement,
     "readme": _readme,
     "geometry": _geometry,

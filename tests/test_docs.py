@@ -247,7 +247,7 @@ def for_frameworks():
 
 SETUP = {
     "docs/analyze.md": for_analyze,
-    "docs/evaluation.md": for_evaluation,
+    "docs/laboratory.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
     "docs/switching.md": for_switching,
@@ -298,7 +298,7 @@ def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     for name in ("124M-5B", "124M-10B", "350M-10B", "124M-20B-sgd"):
         shutil.copytree("runs/tiny", f"runs/{name}")
     Path("tasks").mkdir()
-    (task,) = (b.text for b in BLOCKS if (b.page, b.language) == ("docs/evaluation.md", "yaml"))
+    (task,) = (b.text for b in BLOCKS if (b.page, b.language) == ("docs/laboratory.md", "yaml"))
     Path("tasks/capitals.yaml").write_text(task)
     example = yaml.safe_load(re.search(r"# ({.*})", task)[1])
     Path("capitals.jsonl").write_text(f"{json.dumps(example)}\n" * 3)

@@ -1,4 +1,4 @@
-"""The mean of the output embeddings is a gauge: docs/study/11-gauge.md.
+"""The mean of the output embeddings is a gauge: docs/study/gauge.md.
 
 Softmax does not see a common shift of the output embeddings. So the mean may move, stay or be
 removed at each step without any effect on the loss, the gradients or the embeddings' differences.

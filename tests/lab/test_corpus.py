@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 
+import datasets
 import numpy as np
 import pytest
 from filelock import FileLock
@@ -135,6 +136,24 @@ def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
         assert text.decode(corpus.tokens(split)[1:100]).startswith(start)
     with pytest.raises(UsageError, match="cannot be read"):  # and where there is not, it goes on
         prepare_corpus(override(recipe, {**values, "data.max_tokens": None}), tmp_path / "cache")
+
+
+def test_documents_are_read_once(recipe, tmp_path, monkeypatch):
+    """For the BPE, which needs the first of them, and for the tokens: a data set is downloaded."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    texts = [f"document {i}: " + "some words " * 50 for i in range(100)]
+    json_lines(folder / "train.jsonl", texts)
+    load, loaded = datasets.load_dataset, []
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda *args, split, **kwargs: loaded.append(split) or load(*args, split=split, **kwargs),
+    )
+    values = {"data.text": None, "data.hub": str(folder), "data.max_tokens": 1000}
+    corpus = prepare_corpus(override(recipe, values), tmp_path / "cache")
+    assert loaded == ["train"]
+    assert decoded(corpus, "valid") == [t for t in texts if held_out_split(t, 0.1) == "valid"]
 
 
 def test_cached_by_content(recipe, text_file, tmp_path):

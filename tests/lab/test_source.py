@@ -25,7 +25,7 @@ def texts():
 
 
 def read(data, split="train"):
-    return list(open_source(data, 300).readers[split]())
+    return list(open_source(data, 300).documents[split])
 
 
 def test_fingerprint_is_of_the_content(texts, tmp_path):
@@ -65,7 +65,7 @@ def test_hub_folder(hub_folder, texts, monkeypatch):
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     data = Data(hub=str(hub_folder), valid_split="validation")
     source = open_source(data, 300)
-    assert list(source.readers) == ["train", "valid"]
+    assert list(source.documents) == ["train", "valid"]
     assert read(data) == texts
     assert read(data, "valid") == texts[:2]
     shuffled = [read(Data(hub=str(hub_folder), shuffle_seed=seed)) for seed in (1, 1, 2)]
@@ -98,7 +98,7 @@ from coupled_adam.lab.data.source import open_source
 from coupled_adam.lab.sections import Data
 try:
     source = open_source(Data(hub=sys.argv[1]), 300)
-    print(source.fingerprint, len(list(source.readers["train"]())))
+    print(source.fingerprint, len(list(source.documents["train"])))
 except UsageError as error:
     print("UsageError", error)
 """
@@ -130,7 +130,7 @@ def test_a_commit_is_remembered_without_the_hub(tmp_path):
         for folder in ("refs", f"snapshots/{commit}"):
             (cache / folder).mkdir(parents=True)
         (cache / "refs" / "main").write_text(commit)
-    code = READ.replace(', len(list(source.readers["train"]()))', "")
+    code = READ.replace(', len(list(source.documents["train"]))', "")
     prints = [run(code, name, HF_HUB_OFFLINE=1, HF_HOME=tmp_path) for name in ("me/one", "me/two")]
     assert all("UsageError" not in fingerprint for fingerprint in prints)
     assert prints[0] != prints[1]

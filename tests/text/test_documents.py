@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.documents import documents, passages, python_documentation, separated
+from coupled_adam.text.documents import documents, passages, separated
+from coupled_adam.text.python_documentation import python_documentation
 
 if sys.version_info >= (3, 14):
     from compression import zstd

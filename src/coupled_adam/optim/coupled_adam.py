@@ -479,7 +479,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size, lr_factor: likewise.
     """
 
     def __init__(

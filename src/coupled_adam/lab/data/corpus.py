@@ -25,7 +25,6 @@ from coupled_adam.lab.data.tokenization import (
     corpus_tokenizer,
     end_of_text_id,
     save_tokenizer,
-    train_tokenizer,
     write_tokens,
 )
 from coupled_adam.lab.recipe import Recipe
@@ -94,21 +93,11 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
             the cache cannot be written.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
-    tokenizer, digest = None, None
+    tokenizer = None
     if data.tokenizer is not None:
         tokenizer = corpus_tokenizer(data.tokenizer, vocab_size)
-        with tempfile.TemporaryDirectory() as temporary:
-            digest = save_tokenizer(tokenizer, Path(temporary))
     source = open_source(data, vocab_size)
-    # Where text and tokenizer are makes no difference: the same content is the same corpus.
-    made_from = {
-        "layout": _LAYOUT,
-        "source": source.fingerprint,
-        "tokenizer": digest,
-        "vocab_size": vocab_size,
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _BY_CONTENT},
-    }
-    folder = cache / content_hash(made_from)[:32]
+    folder = cache / _key(source, tokenizer, data, vocab_size)
     try:
         # First without the lock, since a cache that holds the corpus may be read-only.
         facts = _facts(folder)
@@ -124,25 +113,50 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
             "make room, or choose another folder with COUPLED_ADAM_CACHE"
         ) from None
+    # Where the text is may be elsewhere than when the corpus was made; token files stay there.
     facts = {key: value for key, value in facts.items() if key != "checksums"}
     facts["source"] = source.name
+    files = {s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS}
+    corpus = Corpus(folder, facts, source.files or files)
+    _check_length(corpus, recipe)
+    return corpus
+
+
+def _key(
+    source: Source, tokenizer: PreTrainedTokenizerBase | None, data: Data, vocab_size: int
+) -> str:
+    """The name of a corpus's folder: the same content is the same corpus, wherever it lies."""
+    digest = None
+    if tokenizer is not None:
+        with tempfile.TemporaryDirectory() as temporary:
+            digest = save_tokenizer(tokenizer, Path(temporary))
+    made_from = {
+        "layout": _LAYOUT,
+        "source": source.fingerprint,
+        "tokenizer": digest,
+        "vocab_size": vocab_size,
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _BY_CONTENT},
+    }
+    return content_hash(made_from)[:32]
+
+
+def _check_length(corpus: Corpus, recipe: Recipe) -> None:
+    """Raise UsageError if a split is too short for the recipe, which the cache knows nothing of."""
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
-    for split, needed in (
-        ("train", batch * length + 1),
-        ("valid", length + 1),
-        ("test", length + 1),
-    ):
+    for split, needed in {
+        "train": batch * length + 1,
+        "valid": length + 1,
+        "test": length + 1,
+    }.items():
+        tokens = corpus.facts["tokens"][split]
         require(
-            facts["tokens"][split] >= needed,
-            f"{source.name} is too short: its {split} split has {facts['tokens'][split]} tokens, "
-            f"and the recipe needs {needed}. Give more text, in more documents (data.separator is "
-            "what separates those of a text file), raise data.held_out, or lower "
-            "training.batch_size or training.sequence_length",
+            tokens >= needed,
+            f"{corpus.facts['source']} is too short: its {split} split has {tokens} tokens, and "
+            f"the recipe needs {needed}. Give more text, in more documents (data.separator is what "
+            "separates those of a text file), raise data.held_out, or lower training.batch_size or "
+            "training.sequence_length",
         )
-    # Token files stay where they are, which may be elsewhere than when the corpus was made.
-    files = {s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS}
-    return Corpus(folder, facts, source.files or files)
 
 
 def _make(
@@ -157,8 +171,9 @@ def _make(
         files, documents = source.files, dict[str, int | None].fromkeys(SPLITS)
         # Documents become files of ids in this folder; token files are read where they are.
         if files is None:
-            tokenizer = tokenizer or train_tokenizer(source, data, vocab_size)
-            files, documents = write_tokens(source, data, tokenizer, vocab_size, temporary)
+            tokenizer, files, documents = write_tokens(
+                source, data, tokenizer, vocab_size, temporary
+            )
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / "tokenizer")
         np.save(temporary / COUNTS, _count(files, temporary, vocab_size))

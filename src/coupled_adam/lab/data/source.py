@@ -1,26 +1,20 @@
 """The source that the section ``data`` of a recipe names: documents by split, or token files."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
+from coupled_adam.files import checksum
 from coupled_adam.lab.sections import Data
-from coupled_adam.text.documents import (
-    column_texts,
-    documents,
-    library_files,
-    python_documentation,
-    text_files,
-    visible_files,
-)
+from coupled_adam.text.documents import column_texts, documents, text_files, visible_files
 from coupled_adam.text.hub import hub_error, reach_hub
+from coupled_adam.text.python_documentation import library_files, python_documentation
 from coupled_adam.text.token_files import TokenFile, token_file
 
 
@@ -30,15 +24,15 @@ class Source:
 
     name: the name of the source in messages.
     fingerprint: a string that changes when the documents or tokens change.
-    readers: for each split, a function that iterates over its documents, the same ones each time,
-        of which none is blank, and raises UsageError if one cannot be read or there are none. A
-        held-out split without a reader is taken from the training documents.
+    documents: the documents of each split, of which none is blank. To iterate over them reads them,
+        which can be done once; it raises UsageError if one cannot be read or there are none. A
+        held-out split that is not here is taken from the training documents.
     files: the ranges of token ids in files, for each split; None for documents.
     """
 
     name: str
     fingerprint: str
-    readers: Mapping[str, Callable[[], Iterator[str]]] = dataclasses.field(default_factory=dict)
+    documents: Mapping[str, Iterator[str]] = dataclasses.field(default_factory=dict)
     files: dict[str, list[TokenFile]] | None = None
 
 
@@ -55,41 +49,33 @@ def open_source(data: Data, vocab_size: int) -> Source:
             ranges = {split: [dataclasses.astuple(f)[1:] for f in files[split]] for split in files}
             fingerprint = content_hash([content_digest(used), ranges])
         return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
-    readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:
         name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
-        splits = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
-        readers = {
-            split: functools.partial(_hub_documents, data, split_name, revision)
-            for split, split_name in splits.items()
-            if split_name
+        names = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
+        splits = {
+            split: _hub_documents(data, there, revision) for split, there in names.items() if there
         }
     elif data.text is not None:
         name = f"data.text={data.text}"
         with prefixed_usage_error("data.text=", UsageError):
             identity = content_digest(text_files(Path(data.text)))
-        readers = {"train": functools.partial(_text_documents, data)}
+        splits = {"train": _text_documents(data)}
     else:
         name = "the documentation inside Python"
         identity = f"{sys.version} {content_digest(library_files())}"
-        # It is small, and slow to parse.
-        passages = functools.cache(lambda: [*filter(str.strip, python_documentation())])
-        readers = {"train": lambda: iter(passages())}
-    return Source(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
+        splits = {"train": filter(str.strip, python_documentation())}
+    return Source(name, hashlib.sha256(identity.encode()).hexdigest(), splits)
 
 
-def content_digest(files: Iterable[Path]) -> str:
+def content_digest(paths: Iterable[Path]) -> str:
     """Compute a hash of the names and contents of files, which depends on their order."""
     contents = hashlib.sha256()
-    for path in files:
-        digest = hashlib.sha256()
+    for path in paths:
         try:
-            with path.open("rb", buffering=0) as file:
-                while piece := file.read(2**22):
-                    digest.update(piece)
+            digest = checksum(path)
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
-        contents.update(path.name.encode(errors="replace") + b"\0" + digest.digest())
+        contents.update(path.name.encode(errors="replace") + b"\0" + bytes.fromhex(digest))
     return contents.hexdigest()
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,19 +50,8 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train_tokenizer(documents: Source, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE on the training documents only."""
-
-    def texts() -> Iterator[str]:
-        limit = 4 * data.max_tokens if data.max_tokens else _BPE_CHARACTERS  # a token has about 4
-        left = min(limit, _BPE_CHARACTERS)
-        for split, text in _assigned(documents, "train", data):
-            if split == "train":
-                yield text
-                left -= len(text)
-                if left <= 0:
-                    break
-
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +61,7 @@ def train_tokenizer(documents: Source, data: Data, vocab_size: int) -> PreTraine
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bar = tqdm(texts(), "text for the BPE", unit=" documents", disable=None)
+    bar = tqdm(texts, "text for the BPE", unit=" documents", disable=None)
     tokenizer.train_from_iterator(bar, trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT
@@ -86,25 +76,26 @@ def held_out_split(document: str, share: float) -> str:
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
-def _assigned(documents: Source, reader: str, data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (split, document) of a reader's documents."""
-    for document in documents.readers[reader]():
-        split = held_out_split(document, data.held_out) if reader == "train" else reader
-        yield reader if split in documents.readers else split, document
-
-
 def write_tokens(
-    documents: Source,
+    source: Source,
     data: Data,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     vocab_size: int,
     folder: Path,
-) -> tuple[dict[str, list[TokenFile]], dict[str, int | None]]:
+) -> tuple[PreTrainedTokenizerBase, dict[str, list[TokenFile]], dict[str, int | None]]:
     """Write the token ids of each split, with an end-of-text token before each document.
 
+    Without a tokenizer, a byte-level BPE is trained on the first training documents.
+
     Returns:
-        The files and the number of documents of each split.
+        The tokenizer, and the files and the number of documents of each split.
     """
+    documents = {split: _assigned(source, split, data) for split in source.documents}
+    if tokenizer is None:
+        # They are kept until they are tokenized, as reading may mean to download.
+        first = _enough_for_bpe(documents["train"], data)
+        tokenizer = train_tokenizer((text for split, text in first if split == "train"), vocab_size)
+        documents["train"] = itertools.chain(first, documents["train"])
     end_of_text, encode = end_of_text_id(tokenizer), _encoder(tokenizer)
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     limits = dict.fromkeys(SPLITS, data.max_held_out_tokens or sys.maxsize)
@@ -113,8 +104,7 @@ def write_tokens(
     with contextlib.ExitStack() as stack:
         files = {s: stack.enter_context((folder / f"{s}.bin").open("wb")) for s in SPLITS}
         bar = stack.enter_context(tqdm(desc="tokens", unit="", unit_scale=True, disable=None))
-        for reader in documents.readers:
-            assigned = _assigned(documents, reader, data)
+        for own_split, assigned in documents.items():
             for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
                 # The documents of a split that is full are not even tokenized.
                 needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
@@ -124,9 +114,30 @@ def write_tokens(
                     tokens[split] += len(ids)
                     counts[split] += len(ids) > 0
                     bar.update(len(ids))
-                if tokens[reader] >= limits[reader]:
+                if tokens[own_split] >= limits[own_split]:
                     break
-    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, {**counts}
+    token_files = {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}
+    return tokenizer, token_files, {**counts}
+
+
+def _assigned(source: Source, own_split: str, data: Data) -> Iterator[tuple[str, str]]:
+    """Yield the pairs (split, document) of the documents that a split of the source has."""
+    for document in source.documents[own_split]:
+        split = held_out_split(document, data.held_out) if own_split == "train" else own_split
+        yield own_split if split in source.documents else split, document
+
+
+def _enough_for_bpe(assigned: Iterator[tuple[str, str]], data: Data) -> list[tuple[str, str]]:
+    """Take as many pairs (split, document) as have the training text that a BPE needs."""
+    needed = 4 * data.max_tokens if data.max_tokens else _BPE_CHARACTERS  # a token has about 4
+    needed = min(needed, _BPE_CHARACTERS)
+    taken = []
+    for split, text in assigned:
+        taken.append((split, text))
+        needed -= len(text) if split == "train" else 0
+        if needed <= 0:
+            break
+    return taken
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:

@@ -197,11 +197,13 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
 
 
 def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """Add up the sums of the segments, [rows]; also of tokens that are elsewhere."""
+    """The sums of g^2 over the columns of the piece, [rows]; also of tokens that are elsewhere."""
+    from coupled_adam.optim.kernels import blocks
+
     assert matrix.row_exp_avg_sq is not None
     total = torch.zeros_like(matrix.row_exp_avg_sq, dtype=_wide(matrix))
     for segment in split(matrix):
-        total[segment.tokens] += segment.matrix.kernel.sum_rows(segment.matrix)
+        total[segment.tokens] += blocks.sum_rows(segment.matrix)
     return total
 
 

@@ -29,8 +29,7 @@ OPTIONS: dict[str, Any] = {
 class Kernel(Protocol):
     """The passes over a matrix, implemented by a module.
 
-    Coupled Adam takes ``sum_squares`` and ``apply_coupled``, and LEAN takes ``lean``, after
-    ``sum_rows`` where rows are cut.
+    Coupled Adam takes ``sum_squares`` and ``apply_coupled``, and LEAN takes ``lean``.
 
     Attributes:
         SKIPS_ON_DEVICE: whether it reads ``skip`` and ``t`` on the device. If it cannot, the host
@@ -51,9 +50,6 @@ class Kernel(Protocol):
 
         ``sums`` are those over all ranks.
         """
-
-    def sum_rows(self, matrix: "CoupledMatrix") -> Tensor:
-        """Sum the squared gradient over this rank's columns, [rows]."""
 
     def lean(
         self, matrix: "CoupledMatrix", weights: Tensor | None, scalars: "Scalars"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coupled_adam.optim import reference
-from coupled_adam.optim.kernels import choose
+from coupled_adam.optim import flat, reference
+from coupled_adam.optim.kernels import blocks, choose
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, as_python_number
 from coupled_adam.optim.rounding import noise_of
 from coupled_adam.optim.sharded import Ranks, Reduction
@@ -164,7 +164,7 @@ def _sum_rows(
     """
     vectors = []
     for matrix in matrices:
-        rows = matrix.kernel.sum_rows(matrix)
+        rows = _squares_of_rows(matrix)
         # Of a flattened matrix each rank has all of nu, which does not change the mean.
         nu = torch.stack([x.to(rows) for x in reference.finite_sum(matrix.exp_avg_sq)])
         vectors.append((matrix, torch.cat([rows, nu]), matrix.column_ranks))
@@ -173,6 +173,15 @@ def _sum_rows(
         matrix.has_gradient = _is_stepping(matrix, total)
         whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
     return whole_rows
+
+
+def _squares_of_rows(matrix: CoupledMatrix) -> Tensor:
+    """The sums of g^2 over this rank's columns, [rows]."""
+    if matrix.shard is not None:
+        return flat.sum_rows(matrix)
+    if matrix.no_host_reads:  # what records the step sees no blocks
+        return matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(1)
+    return blocks.sum_rows(matrix)
 
 
 def _is_capturing(x: Tensor) -> bool:

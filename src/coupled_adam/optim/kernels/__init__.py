@@ -1,4 +1,4 @@
-"""Fast implementations of the two passes over a matrix, ``sum_squares`` and ``apply``.
+"""Fast implementations of the passes over a matrix.
 
 Each is a module that implements :class:`coupled_adam.optim.matrix.Kernel`: ``native`` is written in
 C, for CPUs; ``triton`` is for GPUs; ``blocks`` is the reference, block by block, for everything

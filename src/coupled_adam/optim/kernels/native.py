@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from coupled_adam.optim.kernels import blocks
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, is_plain_memory
 
 SKIPS_ON_DEVICE = False
@@ -84,9 +83,6 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     _set_scalars(record, matrix, scalars)
     _call("coupled_adam_apply", record)
     increment_version(matrix.changed)  # tell autograd, as torch's own operations do
-
-
-sum_rows = blocks.sum_rows  # which reads the gradient once, and calls nothing for each row
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:

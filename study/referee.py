@@ -94,7 +94,7 @@ def held_out(line: Line, kind: Kind = "losses", split: str = "test") -> dict[int
 
 
 def difference(line: Line, kind: Kind = "losses", split: str = "test") -> Array:
-    """These losses minus those of AdamW at its best betas, the mean over the common seeds."""
+    """These losses minus those of AdamW with the best betas, the mean over the common seeds."""
     ours, best = held_out(line, kind, split), held_out(ADAMW_BEST, kind, split)
     means: Array = np.mean([ours[seed] - best[seed] for seed in ours.keys() & best.keys()], axis=0)
     return means
@@ -150,7 +150,7 @@ BETAS = (
 
 
 def documents_table() -> Table:
-    """The difference from AdamW at its best betas on two sets of documents, with intervals."""
+    """The difference from AdamW with the best betas on two sets of documents, with intervals."""
     rows = []
     for line in with_documents():
         cells: list[str | Cell] = [line.label]
@@ -168,7 +168,7 @@ def documents_table() -> Table:
 
 
 def bands_table() -> Table:
-    """The loss by how frequent the predicted token is, relative to AdamW at its best betas."""
+    """The loss by how frequent the predicted token is, relative to AdamW with the best betas."""
     lines = with_documents()
     (run, *_) = runs(lines[0]).values()
     tokens = np.array(run["documents"]["test"]["band_tokens"])

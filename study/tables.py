@@ -370,7 +370,7 @@ def _switching() -> Table:
 
 
 def _betas(lines: Iterable[Line]) -> Table:
-    """AdamW at its best betas, followed by everything else that has runs, by loss.
+    """AdamW with the best betas, followed by everything else that has runs, by loss.
 
     Of each rule at several rates only one is shown: the rate with the most seeds, which validation
     has chosen, or else the best on validation.
@@ -456,11 +456,11 @@ ONE_PASS = {
     "one_pass_16k": "batch_16k",
     "one_pass_64k": "batch_64k",
 }
-"""By question, where AdamW at its best betas and the exact LEAN with plain columns have runs."""
+"""By question, where AdamW with the best betas and the exact LEAN with plain columns have runs."""
 
 
 def _versions(question: str) -> Table:
-    """LEAN's versions beside AdamW at its best betas, and Ember."""
+    """LEAN's versions beside AdamW with the best betas, and Ember."""
     before = ONE_PASS[question]
     rules = {
         "AdamW, 0, 0.999": (before, "adamw 0 0.999"),

@@ -121,9 +121,15 @@ def test_notebook_is_committed_with_its_outputs():
 
 @pytest.mark.slow
 def test_notebook(tmp_path):
-    """In a kernel of Jupyter; it draws as many pictures as the committed one."""
+    """In a kernel of Jupyter, with fewer steps; it draws as many pictures as the committed one."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     shown, run = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
+    training = next(cell for cell in run.cells if cell.source.startswith("recipe = "))
+    loading, few_steps = 'load_recipe("demo")', '{"training.steps": 60, "training.warmup": 10}'
+    assert loading in training.source
+    training.source = "from coupled_adam.lab.recipe import override\n" + training.source.replace(
+        loading, f"override({loading}, {few_steps})"
+    )
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(run, timeout=1800, resources=resources).execute()
     for before, after in zip(shown.cells, run.cells):

@@ -34,7 +34,7 @@ LINES = {
     "compare --arms.lean.lr_facto 2": "arms.lean: lr_facto is no key: did you mean lr_factor?",
     "compare --arms.lean.lr_factor 0": "lr_factor=0: Input should be greater than 0",
     "compare --arms.lean.lr_factor []": "arms.lean.lr_factor=[] must have at least one value",
-    "compare --arms.x*.lr 1": "arms.x*.lr matches nothing: there are adamw, coupled_adam, lean",
+    "compare --arms.x*.lr 1": "arms.x*.lr matches nothing: there are adamw, tuned, coupled",
     "compare --arms.mine '{optimizer: table_rule, rule: embr}'": "rule=embr: did you mean ember?",
     "compare --training.learning_rate 1": "training.learning_rate is no key: did you mean lr?",
     "compare --training.betas .9": "training.betas=0.9: must be several values in brackets",

@@ -72,10 +72,10 @@ def scale_by_coupled_adam(
             Adam (Sec. 6.1).
         row_exponent: a between 0 and 1. With a > 0 the step size of each token also depends on its
             own mean squared gradient, to the power -a/2: this is LEAN, beyond the paper.
-        zero_sum: whether each step gives back what the one before moved the mean embedding by, so
-            that it stays where it is; this is LEAN, too.
+        zero_sum: whether each step takes back the distance by which the step before moved the mean
+            embedding, so that the mean does not drift; this is LEAN, too.
         learning_rate: what the updates are multiplied with afterwards, which ``zero_sum`` must
-            know if it changes. A step of rate 0 gives nothing back; the next one does.
+            know if it changes. A step of rate 0 takes nothing back; the next one does.
 
     Returns:
         A gradient transformation. Its updates have the dtypes of the gradients.

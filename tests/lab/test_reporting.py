@@ -151,19 +151,30 @@ def test_conclusion_of_one_seed(recipe, tmp_path):
     ]
 
 
-def test_the_baseline_is_adamw_without_options_or_the_only_one(recipe):
+def test_the_baseline_is_the_best_adamw_in_validation(recipe):
+    """Others can then not look better because the AdamW beside them is not tuned."""
     tuned = [{"optimizer": "adamw", "lr_factor": factor} for factor in (2, 4)]
     arms = {"coupled": {"optimizer": "coupled_adam"}, "a": tuned[0], "b": tuned[1]}
     recipe = override(recipe, {"arms": {**arms, "plain": {"optimizer": "adamw"}}})
+    losses = {"coupled": 3.0, "a": 4.0, "b": 3.5, "plain": 5.0}
 
-    def baseline(*arms):
-        frame = frame_of([fast_run(recipe, arm, seed, 3.0) for arm in arms for seed in (1, 2)])
+    def baseline(*arms, seeds=(1, 2), without=()):
+        frame = frame_of(
+            [
+                fast_run(recipe, arm, seed, 3.0, metrics=[{"step": 1, "valid_loss": losses[arm]}])
+                for arm in arms
+                for seed in seeds
+                if (arm, seed) not in without
+            ]
+        )
         return [*frame.arm[frame.is_baseline]]
 
-    assert baseline("coupled", "a", "plain", "b") == ["plain"] * 2
-    assert baseline("coupled", "a") == ["a"] * 2
-    assert baseline("coupled", "a", "b") == []
+    assert baseline("coupled", "a", "plain", "b") == ["b"] * 2
+    assert baseline("coupled", "plain", "a") == ["a"] * 2
+    assert baseline("coupled", "plain") == ["plain"] * 2
     assert baseline("coupled") == []
+    # A run of the best one diverged.
+    assert baseline("coupled", "a", "plain", "b", without=[("b", 2)]) == ["a"] * 2
 
 
 def test_the_best_arm_with_each_optimizer(recipe):

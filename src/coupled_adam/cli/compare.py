@@ -2,7 +2,7 @@
 
 Trains a language model with AdamW, with Coupled Adam and with LEAN, with everything else the same,
 and shows the difference in a table, and in pictures in OUT/report. Without options, it trains a
-small GPT-2 on Python's built-in documentation, in three minutes on two cores.
+small GPT-2 on Python's built-in documentation, in four minutes on two cores.
 
 example: coupled-adam compare --text my-text/ --seeds 3 --training.lr 1e-3
 """

@@ -64,12 +64,18 @@ def explained(recipe: Recipe) -> str:
                 lines += _commented({name: values[key][name]}, text, "  ")
         else:
             lines += _commented({key: values.get(key)}, meaning)
+    # An option that several optimizers take stands here once.
+    takers: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
     for optimizer, arm in ARMS.items():
-        lines.append(f"# The options of an arm with optimizer: {optimizer}")
         for name, text in meanings(arm).items():
-            lines += textwrap.wrap(
-                f"{name}: {text}", 100, initial_indent="#   ", subsequent_indent="#       "
-            )
+            takers.setdefault(name, []).append(optimizer)
+            texts.setdefault(name, text)
+    lines.append("# The options of an arm, and the optimizers that take them:")
+    for name, text in texts.items():
+        of = "all" if len(takers[name]) == len(ARMS) else ", ".join(takers[name])
+        entry = f"{name} ({of}): {text}"
+        lines += textwrap.wrap(entry, 100, initial_indent="#   ", subsequent_indent="#       ")
     return "\n".join(lines) + "\n"
 
 

@@ -29,7 +29,7 @@ LEAN: dict[str, Any] = {
 """The variant that keeps no matrix of state: ``CoupledAdamW(model, embeddings="lean")``.
 
 Its state of an embedding matrix V x H is V + 2 H numbers, where AdamW's is 2 V x H. It is not in
-arXiv 2502.08441; docs/study/optimizers.md compares it with AdamW at its best betas. A training that
+arXiv 2502.08441; docs/study/optimizers.md compares it with AdamW at tuned betas. A training that
 is short for its model needs another rate: ``embeddings=LEAN | {"lr_factor": 4}``.
 """
 

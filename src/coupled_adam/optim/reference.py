@@ -27,11 +27,11 @@ e once::
     d    = (1/k) sum_i u_i                                             (mean_update)
 
 A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
-the others. What the step moved the mean embedding by, d, is given back in the next one. A column
-with nu = 0 does not move, as nothing is known of it yet: so the first step of LEAN moves nothing,
-except by weight decay, and only measures. A row whose squares overflow has w_i = 0, and a column
-whose squares overflow has a rate of 0 and is left out of rho: they stay where they are, and the
-others are not affected. At lr = 0 nothing moves: d is kept for a later step.
+the others. The next step takes back d, the distance by which this one moved the mean embedding. A
+column with nu = 0 does not move, as nothing is known of it yet: so the first step of LEAN moves
+nothing, except by weight decay, and only measures. A row whose squares overflow has w_i = 0, and a
+column whose squares overflow has a rate of 0 and is left out of rho: they are not updated any more,
+and the others are not affected. At lr = 0 nothing moves: d is kept for a later step.
 
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
 tested against this module, and this module against the formulas in float64.
@@ -86,7 +86,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     step = torch.where(active, weights[:, None] * m, 0.0) * column_rates(matrix, scalars)
     # 2. The sums for the next step
     sums = torch.cat([step.sum(0), grad.square().sum(0), active.sum(0).to(step.dtype)])
-    # 3. e: what the step before has moved the mean by is given back
+    # 3. e: also take back the distance by which the step before has moved the mean
     if (d := given_back(matrix)) is not None:
         step = step - torch.where(active, d, 0.0)
     move(matrix, step, scalars)

@@ -15,9 +15,9 @@ from coupled_adam.runs import COMPARISON
 def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
-    The arms are compared with AdamW by two-sided t-tests over pairs of runs with the same seed,
-    which start from the same weights and see the same batches. A difference is called one only if
-    p < 0.05, and p-values are not corrected for the number of arms.
+    The arms are compared with the best AdamW by two-sided t-tests over pairs of runs with the same
+    seed, which start from the same weights and see the same batches. A difference is called one
+    only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
     paragraphs = [
@@ -40,12 +40,10 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     baseline = baseline_of(arms)
     chosen = ""
     if len(arms) > experiment.family.nunique():
-        best = _best_of_each(experiment)
-        losses = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in best.values()]
+        arms = _best_of_each(experiment)
+        losses = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in arms]
         chosen = f"The arms with the lowest validation loss are {'; '.join(losses)}."
-        arms = [*best.values()]
-        adamws = [arm for arm in arms if arm.optimizer.iloc[0] == "adamw"]
-        baseline = best.get("adamw", adamws[0] if len(adamws) == 1 else None)
+        baseline = baseline_of(arms)
     rivals = [arm for arm in arms if arm is not baseline]
     of_choice = [*([chosen] if chosen else []), *_states(arms)]
     if baseline is None or not rivals:
@@ -66,8 +64,8 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     return [*sentences, *of_choice]
 
 
-def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The best arm of each family, by the family.
+def _best_of_each(experiment: pd.DataFrame) -> list[pd.DataFrame]:
+    """The best arm of each family.
 
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
     a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
@@ -75,7 +73,7 @@ def _best_of_each(experiment: pd.DataFrame) -> dict[str, pd.DataFrame]:
     arms = experiment.groupby(["family", "setup"], sort=False).valid_loss.agg(["count", "mean"])
     complete = arms[arms["count"] == arms["count"].max()]
     best = complete["mean"].fillna(0).groupby("family", sort=False).idxmin()
-    return {name: experiment[experiment.setup == setup] for name, setup in best}
+    return [experiment[experiment.setup == setup] for _, setup in best]
 
 
 def _states(arms: Sequence[pd.DataFrame]) -> list[str]:

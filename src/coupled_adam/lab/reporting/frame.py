@@ -10,7 +10,7 @@ import pandas as pd
 
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.arms import AdamWArm, Arm
+from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS
@@ -52,8 +52,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
         - ``family``: arms of which only the best is compared
         - ``optimizer``, and ``setup``: the optimizer with all options, by which an arm is the same
           under another name
-        - ``is_baseline``: whether the others are compared with this arm: AdamW without options, or
-          the only arm with AdamW
+        - ``is_baseline``: whether the others are compared with this arm, the AdamW with the lowest
+          validation loss
         - ``seed``; ``tokens`` and ``parameters``, D and N
         - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
         - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
@@ -139,11 +139,14 @@ def _check_comparable(runs: Sequence[Run]) -> None:
 
 
 def _baseline(experiment: pd.DataFrame) -> Arm | None:
-    """The setup of the arm with which the others of an experiment are compared."""
-    plain, adamws = AdamWArm(), experiment.setup[experiment.optimizer == "adamw"].unique()
-    if plain in adamws:
-        return plain
-    return adamws[0] if len(adamws) == 1 else None
+    """The AdamW with which the others of an experiment are compared: the best in validation.
+
+    One of which runs are missing, as one that diverged, is not chosen.
+    """
+    adamws = experiment[experiment.optimizer == "adamw"]
+    arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
+    complete = arms[arms["size"] == arms["size"].max()]["mean"].fillna(math.inf)
+    return None if adamws.empty else complete.idxmin()
 
 
 def _order(run: Run) -> tuple[Any, ...]:

@@ -123,11 +123,11 @@ def single_runs(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The ratios of each file in one case, by the time of the baseline."""
     runs: list[tuple[float, str, dict[str, str]]] = []
     for name, record in files.items():
-        of_case = [result for result in timed(record) if result.case == SHOWN_BY_RUN]
-        if of_case:
-            seconds = statistics.median(result.baseline_seconds for result in of_case)
+        results = [result for result in timed(record) if result.case == SHOWN_BY_RUN]
+        if results:
+            seconds = statistics.median(result.baseline_seconds for result in results)
             nanoseconds = seconds / (SHOWN_BY_RUN.rows * SHOWN_BY_RUN.columns) * 1e9
-            ratios = {result.optimizer: f"{result.ratio.median:.2f}" for result in of_case}
+            ratios = {result.optimizer: f"{result.ratio.median:.2f}" for result in results}
             runs.append((nanoseconds, name, ratios))
     if len(runs) < 2:
         return []

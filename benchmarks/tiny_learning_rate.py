@@ -15,9 +15,9 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.train import train
 
 RATES = (3e-3, 6e-3, 1e-2, 2e-2)
 SEEDS = (1, 2, 3)

@@ -23,12 +23,12 @@ from coupled_adam.embeddings.undertrained import find_undertrained, verify_under
 from coupled_adam.embeddings.vocabulary import read_vocabulary
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.loading import block_length, load_model
+from coupled_adam.lab.evaluation.load_model import block_length, load_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.train import train
 from coupled_adam.text.tokenizers import load_tokenizer
 
 HELD_OUT = 50
@@ -86,8 +86,8 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     model = load_model(run.folder / "model", "cpu")
     result: dict[str, Any] = {"never seen": int(unseen.sum())}
     for share in SHARES:
-        found = find_undertrained(analysis, share=share)
-        asked = verify_undertrained(found, model, block_length(model)).verification
+        report = find_undertrained(analysis, share=share)
+        asked = verify_undertrained(report, model, block_length(model)).verification
         assert asked is not None
         verdicts = np.array(asked.verdicts())
         counts = {

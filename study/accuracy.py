@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.evaluation.loading import block_length, load_model, load_model_tokenizer
+from coupled_adam.lab.evaluation.load_model import block_length, load_model, load_model_tokenizer
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.runs import MODEL
 

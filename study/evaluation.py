@@ -17,7 +17,7 @@ from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets, measures
-from coupled_adam.lab.evaluation.loading import load_trained
+from coupled_adam.lab.evaluation.load_model import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.run import Run
@@ -88,8 +88,8 @@ def evaluate(
         "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
     }
     if matrices["input_embeddings"] is not None:
-        of_inputs = _logged(matrices["input_embeddings"])
-        results |= {f"input_{key}": value for key, value in of_inputs.items()}
+        input_numbers = _logged(matrices["input_embeddings"])
+        results |= {f"input_{key}": value for key, value in input_numbers.items()}
     if held_out:
         assert corpus.tokenizer_folder is not None
         results["documents"] = document_losses(

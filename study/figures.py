@@ -240,12 +240,12 @@ def bands() -> Figure:
 def momentum() -> Figure:
     """Plot when rows move, and how far downhill, with and without momentum, by frequency."""
     figure = Figure(figsize=(12, 4), layout="constrained")
-    late, of_adamw, of_lean = figure.subplots(1, 3)
+    late, adamw_axes, lean_axes = figure.subplots(1, 3)
     absent = {rule: 1 - present for rule, present in movement("in_batch", "lean").items()}
     panels = (
         (late, absent),
-        (of_adamw, movement("cosine", "adamw")),
-        (of_lean, movement("cosine", "lean")),
+        (adamw_axes, movement("cosine", "adamw")),
+        (lean_axes, movement("cosine", "lean")),
     )
     for ax, by_rule in panels:
         for number, (rule, of_bands) in enumerate(by_rule.items()):
@@ -256,8 +256,8 @@ def momentum() -> Figure:
         ax.set_xticks(ranks[::2], [str(rank) for rank in ranks[::2]])
         ax.minorticks_off()
     late.set(title="squared movement in steps without the token", ylim=(0, 1))
-    of_adamw.set(title="cosine with downhill, AdamW's training", ylim=(0, 0.25))
-    of_lean.set(title="cosine with downhill, LEAN's training", ylim=(0, 0.25))
+    adamw_axes.set(title="cosine with downhill, AdamW's training", ylim=(0, 0.25))
+    lean_axes.set(title="cosine with downhill, LEAN's training", ylim=(0, 0.25))
     late.legend(fontsize="small")
     return figure
 

@@ -36,12 +36,12 @@ class _HeadLoss(torch.autograd.Function):
             # p holds the logits, then the probabilities, then their gradients: all in the cache
             p = torch.mm(hidden[piece], head.T, out=logits[: len(target)])
             p -= p.amax(1, keepdim=True)
-            of_target = p.gather(1, target)
+            target_p = p.gather(1, target)
             total = p.exp_().sum(1, keepdim=True)
-            losses[piece] = (total.log() - of_target)[:, 0]
+            losses[piece] = (total.log() - target_p)[:, 0]
             # dL/dl = p - 1 at the target, p elsewhere
             p /= total
-            p.scatter_add_(1, target, torch.full_like(of_target, -1.0))
+            p.scatter_add_(1, target, torch.full_like(target_p, -1.0))
             torch.mm(p, head, out=ctx.hidden_gradient[piece])
             ctx.head_gradient.addmm_(p.T, hidden[piece])
         return losses

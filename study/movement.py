@@ -72,8 +72,8 @@ class Rule:
     def __init__(self, options: Mapping[str, Any], matrix: Tensor) -> None:
         self.update = torch.zeros_like(matrix)
         self._parameter = nn.Parameter(torch.zeros_like(matrix))
-        of_options = CoupledAdamW if "coupled" in options else torch.optim.AdamW
-        self._optimizer = of_options([self._parameter], lr=1.0, weight_decay=0.0, **options)
+        optimizer_class = CoupledAdamW if "coupled" in options else torch.optim.AdamW
+        self._optimizer = optimizer_class([self._parameter], lr=1.0, weight_decay=0.0, **options)
 
     def step(self, gradient: Tensor) -> None:
         """Compute the update for the next gradient."""

@@ -53,7 +53,7 @@ class Tried:
         return float(at) - min(losses)
 
     @property
-    def of_the_rule(self) -> float:
+    def rule_excess(self) -> float:
         """The rule's excess, with as many seeds as there are."""
         return float(np.mean([self.losses[1] - self.losses[self.best], *self.more]))
 
@@ -62,8 +62,8 @@ def tried(setting: str, arm: str) -> Tried | None:
     """The runs of an optimizer in a setting; None if some are missing."""
     question = "rate_rule" if setting in RATE_SETTINGS else "rate_rule_wiki"
     names = {multiple: f"{setting} {arm} x{multiple:g}" for multiple in MULTIPLES}
-    of_seeds = {m: by_seed(Line("", question, name), "valid_loss") for m, name in names.items()}
-    losses = {multiple: seeds[SEED] for multiple, seeds in of_seeds.items() if SEED in seeds}
+    by_multiple = {m: by_seed(Line("", question, name), "valid_loss") for m, name in names.items()}
+    losses = {multiple: seeds[SEED] for multiple, seeds in by_multiple.items() if SEED in seeds}
     if not {1, 2} <= losses.keys():
         return None
     needed: set[float] = {4} if losses[2] < losses[1] else {0.5}
@@ -71,10 +71,10 @@ def tried(setting: str, arm: str) -> Tried | None:
         needed.add(0.25)
     if not needed <= losses.keys():
         return None
-    found = Tried(recipe_of(QUESTIONS[question][names[1]]), losses, [])
-    rule, best = of_seeds[1], of_seeds[found.best]
+    tried_rates = Tried(recipe_of(QUESTIONS[question][names[1]]), losses, [])
+    rule, best = by_multiple[1], by_multiple[tried_rates.best]
     more = [rule[seed] - best[seed] for seed in sorted(rule.keys() & best.keys() - {SEED})]
-    return dataclasses.replace(found, more=more)
+    return dataclasses.replace(tried_rates, more=more)
 
 
 def rates(recipe: Recipe) -> float:
@@ -100,33 +100,33 @@ RIVALS: dict[str, Callable[[Recipe], float]] = {
 def table() -> Table:
     """The excess in each setting, and its mean and its most, of the rule and of its rivals."""
     settings = [*RATE_SETTINGS, "wiki"]
-    of_arms = {arm: {s: t for s in settings if (t := tried(s, arm))} for arm in ARMS}
+    by_arm = {arm: {s: t for s in settings if (t := tried(s, arm))} for arm in ARMS}
     rows = []
     for setting in settings:
         cells = []
-        for of_arm in of_arms.values():
-            if setting in of_arm:
-                here = of_arm[setting]
+        for by_setting in by_arm.values():
+            if setting in by_setting:
+                here = by_setting[setting]
                 seeds = f" ({1 + len(here.more)} seeds)" if here.more else ""
                 best = f"{here.factor * here.best:.3g}"
-                cells += [best, f"{here.of_the_rule:.3f}{seeds}"]
+                cells += [best, f"{here.rule_excess:.3f}{seeds}"]
             else:
                 cells += ["", ""]
         if any(cells):
-            (rule, *_) = (of[setting].factor for of in of_arms.values() if setting in of)
+            (rule, *_) = (arm[setting].factor for arm in by_arm.values() if setting in arm)
             rows.append([setting, f"{rule:.3g}", *cells])
 
-    def summary(of: Callable[[Tried], float]) -> list[str]:
+    def summary(number: Callable[[Tried], float]) -> list[str]:
         cells = []
-        for of_arm in of_arms.values():
-            all_of = [of(here) for here in of_arm.values()]
-            cells += ["", f"{np.mean(all_of):.3f}, at most {max(all_of):.3f}" if all_of else ""]
+        for by_setting in by_arm.values():
+            numbers = [number(here) for here in by_setting.values()]
+            cells += ["", f"{np.mean(numbers):.3f}, at most {max(numbers):.3f}" if numbers else ""]
         return cells
 
-    def of_rival(rival: Callable[[Recipe], float]) -> list[str]:
+    def rival_cells(rival: Callable[[Recipe], float]) -> list[str]:
         return summary(lambda here: here.excess(rival(here.recipe)))
 
-    rows.append(["the rule", "", *summary(lambda here: here.of_the_rule)])
-    rows += [[name, "", *of_rival(rival)] for name, rival in RIVALS.items()]
+    rows.append(["the rule", "", *summary(lambda here: here.rule_excess)])
+    rows += [[name, "", *rival_cells(rival)] for name, rival in RIVALS.items()]
     header = [f"{label}: {what}" for label in ARMS.values() for what in ("best factor", "excess")]
     return Table(["setting", "factor of the rule", *header], rows)

@@ -61,7 +61,7 @@ def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
 
 MEASURES = {
     key: Measure(
-        column.title,
+        column.header,
         mean_word_similarity if key == "word_similarity" else _at(key),
         column.digits,
         column.better or "higher",

@@ -27,9 +27,9 @@ from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.train import train
 
 from .evaluation import Extra, evaluate
 from .questions import ON_A_GPU, QUESTIONS, Entry

@@ -72,7 +72,7 @@ SCALE = {
 """By D and N: the question with the two runs, and the common part of their names."""
 
 
-def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
+def exponent_line(question: str, arm: Arm, n: int, label: str = "") -> Line:
     """The row of a scaled run with this n; the runs for n = 0 are in another question."""
     if n != 0:
         return Line(label, question, f"{arm} n={n}")
@@ -85,7 +85,7 @@ def exponents(question: str, arm: Arm) -> dict[float, Line]:
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     tried = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
-        n: of_exponent(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
+        n: exponent_line(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
     }
 
 
@@ -147,8 +147,8 @@ def _tying() -> Table:
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    of_input = ("input_isotropy", "input_mean_norm_ratio")
-    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *of_input))
+    input_measures = ("input_isotropy", "input_mean_norm_ratio")
+    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *input_measures))
 
 
 def _schedules() -> Table:
@@ -188,7 +188,7 @@ def alternative(lr: float, name: str) -> Line | None:
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
     elif (lr, name) == (5e-3, "lr_factor_0.25"):
-        line = of_exponent("scaled", "adamw", -4, line.label)
+        line = exponent_line("scaled", "adamw", -4, line.label)
     return line if line.name in QUESTIONS[line.question] else None
 
 

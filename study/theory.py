@@ -30,7 +30,7 @@ from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.loading import (
+from coupled_adam.lab.evaluation.load_model import (
     block_length,
     check_model,
     load_model,
@@ -232,8 +232,8 @@ class _Stream:
         if both and self.input_average is not None:
             share = {}
             for name, total in totals.items():
-                of_input = self.input_average.double() / self._denominator(name, batches)
-                share[name] = float(-of_input.sum(0) @ total / (total @ total))
+                input_average = self.input_average.double() / self._denominator(name, batches)
+                share[name] = float(-input_average.sum(0) @ total / (total @ total))
         return Sums(
             _cancellation(self.total),
             {name: _cancellation(update) for name, update in self.updates.items()},

@@ -91,7 +91,7 @@ def kill_at_operation(number):
     sys.addaudithook(hook)
 
 
-def of_a_checkpoint(path, *_):
+def is_checkpoint(path, *_):
     return path.parent.name == "checkpoints"
 
 
@@ -108,7 +108,7 @@ def build_in(fault, number):
     loss = LanguageModel.loss
     places = {
         "checkpoint": (torch, "save", write_half),
-        "rename": (Path, "rename", kill, of_a_checkpoint),
+        "rename": (Path, "rename", kill, is_checkpoint),
         "interrupt": (torch, "save", interrupted),
         "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),

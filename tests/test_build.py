@@ -136,8 +136,8 @@ def test_macos(python, machine, archflags, oldest, tag, flags, hooks, monkeypatc
     monkeypatch.setattr(hooks.platform, "machine", lambda: machine)
     monkeypatch.setenv("ARCHFLAGS", archflags)
     monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", oldest)
-    found, arguments, environment = hooks.target()
-    assert (found, " ".join(arguments)) == (tag, flags)
+    platform, arguments, environment = hooks.target()
+    assert (platform, " ".join(arguments)) == (tag, flags)
     deployment = environment["MACOSX_DEPLOYMENT_TARGET"].replace(".", "_")
     assert tag.startswith(f"macosx_{deployment}_")
 

@@ -261,7 +261,7 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
     """The numbers are on standard output, and the error names the file."""
     full = Mock(side_effect=OSError(28, "No space left on device", str(tmp_path / "x.html")))
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
+    monkeypatch.setattr("coupled_adam.outputs.write_atomically", full)
     assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out

@@ -70,7 +70,7 @@ def commands(block):
             words = words[end + 1 :]
 
 
-def of_ours(command):
+def our_arguments(command):
     """The arguments of ``coupled-adam`` in a command line, also behind torchrun; or None."""
     for program in ("coupled-adam", "coupled_adam"):
         if program in command:
@@ -82,10 +82,12 @@ def test_all_are_found():
     """Each fence has a language and is closed, each reason stands above a fence."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        of_page = [block for block in BLOCKS if block.page == page]
-        assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(of_page), page
+        page_blocks = [block for block in BLOCKS if block.page == page]
+        assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(page_blocks), (
+            page
+        )
         reasons = re.findall(r"^\s*<!-- not run:", text, flags=re.MULTILINE)
-        assert len(reasons) == sum(block.reason is not None for block in of_page), page
+        assert len(reasons) == sum(block.reason is not None for block in page_blocks), page
     assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}
     assert len(BLOCKS) > 50
 
@@ -95,7 +97,7 @@ def test_commands(block):
     """Our command takes the options and recipes; targets, modules, extras and paths are there."""
     makefile = (ROOT / "Makefile").read_text()
     for command in commands(block):
-        ours = of_ours(command)
+        ours = our_arguments(command)
         if ours is not None:
             options = parsed(cli.load_command(ours[0]), ours[1:])
             if getattr(options, "recipe", None):
@@ -306,7 +308,11 @@ def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     for block in BLOCKS:
         if block.language == "bash" and block.reason is None:
             for command in commands(block):
-                assert cli.main(of_ours(command)) == 0, (str(block), command, capsys.readouterr())
+                assert cli.main(our_arguments(command)) == 0, (
+                    str(block),
+                    command,
+                    capsys.readouterr(),
+                )
                 commands_run += 1
     assert commands_run > 10
     for output in ("tokens.html", "tokens.parquet", "page.html", "repaired", "report/index.html"):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from coupled_adam import files
+from coupled_adam import files, outputs
 from coupled_adam.errors import UsageError
 from processes import Process
 
@@ -102,8 +102,8 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from coupled_adam import files
-with files.sole_writer(Path(sys.argv[1])):
+from coupled_adam import outputs
+with outputs.sole_writer(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(100)
 """
@@ -114,11 +114,11 @@ def test_a_folder_has_one_writer(tmp_path):
     process = Process([sys.executable, "-c", HOLD, str(tmp_path)])
     process.until("locked")
     with pytest.raises(UsageError, match="is in use by another process"):
-        files.sole_writer(tmp_path).__enter__()
+        outputs.sole_writer(tmp_path).__enter__()
     process.kill()
     process.wait()
     for _ in range(2):
-        with files.sole_writer(tmp_path):
+        with outputs.sole_writer(tmp_path):
             pass
 
 
@@ -126,12 +126,13 @@ def test_a_claim_that_fails_leaves_nothing(tmp_path):
     """What is refused is left without a lock; so is a place where nothing was written."""
     check = Mock(side_effect=UsageError("it is another's"))
     with pytest.raises(UsageError, match="another's"):
-        files.claimed(tmp_path, check).__enter__()
+        outputs.claimed(tmp_path, check).__enter__()
     assert not [*tmp_path.iterdir()]
 
     def fail():
-        with files.claimed(tmp_path / "a" / "b", lambda: files.check_unused(tmp_path / "a" / "b")):
-            assert (tmp_path / "a" / "b" / ".lock").exists()
+        folder = tmp_path / "a" / "b"
+        with outputs.claimed(folder, lambda: outputs.check_unused(folder)):
+            assert (folder / ".lock").exists()
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -143,13 +144,13 @@ def test_a_claim_asks_again(tmp_path):
     """What another process has written in the meantime is not overwritten."""
 
     def check():
-        files.check_unused(tmp_path / "x")
+        outputs.check_unused(tmp_path / "x")
         if not (tmp_path / "x").exists():
             (tmp_path / "x").mkdir()
             (tmp_path / "x" / "theirs").touch()
 
     with pytest.raises(UsageError, match="x exists: continue it with --resume, or choose another"):
-        files.claimed(tmp_path / "x", check).__enter__()
+        outputs.claimed(tmp_path / "x", check).__enter__()
     assert (tmp_path / "x" / "theirs").exists()
 
 

@@ -55,19 +55,19 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     recipe = small(Entry(arm), text_file)
     corpus = prepare_corpus(recipe, tmp_path / "cache")
     run = Run(recipe, arm["optimizer"], 3, tmp_path / "run")
-    found = train_and_evaluate(run, corpus, {})
-    assert [line["step"] for line in found["curve"]] == [2, 4]
+    numbers = train_and_evaluate(run, corpus, {})
+    assert [line["step"] for line in numbers["curve"]] == [2, 4]
     # Averages of averages, in training and in the laboratory: another order of summation.
-    assert found["valid_loss"] == pytest.approx(found["curve"][-1]["valid_loss"], rel=1e-5)
+    assert numbers["valid_loss"] == pytest.approx(numbers["curve"][-1]["valid_loss"], rel=1e-5)
     expected = evaluate_run(run, corpus)
-    assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
-    assert found["parameters"] == expected["parameters"]
+    assert numbers["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
+    assert numbers["parameters"] == expected["parameters"]
     for name, measure in LOGGED.items():
-        assert found[name] == functools.reduce(
+        assert numbers[name] == functools.reduce(
             operator.getitem, measure.path, expected["embeddings"]
         )
-    assert ("second_moment" in found) == (arm is ADAMW)
-    assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
+    assert ("second_moment" in numbers) == (arm is ADAMW)
+    assert numbers["initial_mean_norm"] != numbers["curve"][0]["mean_norm"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -82,10 +82,10 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
         corpus = prepare_corpus(recipes[name], tmp_path / "cache")
         (arm,) = recipes[name].arms
         run = Run(recipes[name], arm, 1, tmp_path / name)
-        found = train_and_evaluate(run, corpus, {}, QUESTIONS[question][name].extra)
-        assert "diverged_at" not in found
-        json.dumps(found, allow_nan=False)
-        assert 0 <= found["isotropy"] <= 1
+        numbers = train_and_evaluate(run, corpus, {}, QUESTIONS[question][name].extra)
+        assert "diverged_at" not in numbers
+        json.dumps(numbers, allow_nan=False)
+        assert 0 <= numbers["isotropy"] <= 1
 
 
 def test_recentering_preserves_the_function(base):
@@ -253,9 +253,9 @@ def test_results_are_of_the_questions_as_they_are(question):
     An option that a recipe does not name, because it is newer than the run, has its default; the
     variant of an older run is that of its question.
     """
-    found = results(question)
-    complete = found.keys() == QUESTIONS[question].keys()
-    for name, entry in found.items():
+    numbers = results(question)
+    complete = numbers.keys() == QUESTIONS[question].keys()
+    for name, entry in numbers.items():
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
         recorded = recipe_from(entry["recipe"], name)
         assert recorded in (recipe, dataclasses.replace(recipe, variant=None))

@@ -1,7 +1,6 @@
-"""Files and folders that are complete or absent, and locks that end with their process.
+"""Files and folders that are complete or absent.
 
-All outputs are written in one way: beside their place under a hidden name, then renamed. A folder
-that several outputs go to is claimed first.
+They are written in one way: beside their place under a hidden name, then renamed.
 """
 
 import contextlib
@@ -15,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from filelock import FileLock, Timeout
-
 from coupled_adam.errors import UsageError, one_line
 
 try:
@@ -25,9 +22,6 @@ except ImportError:  # on Windows, where what a killed process has left stays
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
-
-LOCK = ".lock"
-"""The file by which a folder is locked; it stays when the lock is released."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -111,87 +105,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def sole_writer(folder: Path, wait: float = 0) -> Iterator[None]:
-    """Lock a folder against other writing processes; the system unlocks it when this one ends.
-
-    Args:
-        wait: the seconds to wait for another process.
-
-    Raises:
-        UsageError: if another process writes to it, or this one may not.
-    """
-    try:
-        lock = FileLock(folder / LOCK).acquire(timeout=wait)
-    except Timeout:
-        raise UsageError(
-            f"{folder} is in use by another process: wait for it, or choose another --out"
-        ) from None
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    with lock:
-        yield
-
-
-@contextmanager
-def claimed(folder: Path, check: Callable[[], T]) -> Iterator[T]:
-    """Make a folder if it is not there, and be its only writer until the block ends.
-
-    Args:
-        check: refuses a folder that must not be written to; what it returns is yielded. It is
-            called before anything is changed, and again when no other process can change it.
-
-    Raises:
-        UsageError: of ``check``; or the folder is in use, or cannot be written.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder} exists, and is no folder: choose another name")
-    if not is_utf8(folder):
-        raise UsageError(f"--out {folder} cannot be written: its name is not UTF-8")
-    check()
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    with sole_writer(folder):
-        try:
-            yield check()
-        finally:
-            # What has failed before anything was written leaves nothing.
-            with contextlib.suppress(OSError):
-                if [entry.name for entry in folder.iterdir()] == [LOCK]:
-                    (folder / LOCK).unlink()
-                    for place in missing:
-                        place.rmdir()
-
-
-def check_unused(folder: Path, problem: str = "exists") -> None:
-    """Raise UsageError, with a problem, if a folder that is to be new has been used.
-
-    A process that was killed before it wrote anything leaves hidden files.
-    """
-    is_new = not folder.exists() or (
-        folder.is_dir() and all(entry.name.startswith(".") for entry in folder.iterdir())
-    )
-    if not is_new:
-        hint = "continue it with --resume, or " if problem == "exists" else ""
-        raise UsageError(f"--out {folder} {problem}: {hint}choose another folder")
-
-
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"--out {folder} cannot be written ({error.strerror}): choose another folder")
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether the name of a path can be written into files of text, as those of a run are."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def read(path: Path, parse: Callable[[str], T]) -> T:

@@ -68,11 +68,11 @@ def test_command(tmp_path, monkeypatch, capsys):
     script = runpy.run_path(str(BENCHMARKS / "speed.py"))
     monkeypatch.setattr(sys, "argv", [*common, "--picture", str(picture), "--json"])
     script["main"]()
-    found = json.loads(capsys.readouterr().out)
-    assert found["environment"]["packages"]["torch"] == torch.__version__
-    assert found["machine"]["threads"] == torch.get_num_threads()
-    assert [r["optimizer"] for r in found["results"]] == list(OPTIMIZERS)
-    assert all(len(r["samples"]) >= 6 for r in found["results"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["environment"]["packages"]["torch"] == torch.__version__
+    assert record["machine"]["threads"] == torch.get_num_threads()
+    assert [r["optimizer"] for r in record["results"]] == list(OPTIMIZERS)
+    assert all(len(r["samples"]) >= 6 for r in record["results"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     only = ["--optimizers", "CoupledAdamW", "--clip", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", [*common, *only])

@@ -162,8 +162,8 @@ def test_models_of_ones_own():
     ):
         Monitor(1).measure(model, True)
     monitor = Monitor(1, find=lambda model: {"output": model[1].weight})
-    found = monitor.measure(model, True)
-    assert found["embeddings/isotropy"] == analyze(model[1].weight).isotropy
+    numbers = monitor.measure(model, True)
+    assert numbers["embeddings/isotropy"] == analyze(model[1].weight).isotropy
     assert monitor.measure(model, False) == {}
     assert list(model_embeddings(nn.ModuleDict({"inside": gpt2()}))) == ["output"]
     with pytest.raises(ValueError, match="every=0 must be at least 1"):
@@ -187,10 +187,10 @@ def sharded():
             # Gathered for an evaluation, the copy must not be measured after the next step.
             with torch.no_grad():
                 model(input_ids=ids)
-        found = monitor.measure(split, dist.get_rank() == 0)
+        numbers = monitor.measure(split, dist.get_rank() == 0)
         expected = monitor.measure(whole, dist.get_rank() == 0)
-        assert found == pytest.approx(expected, rel=1e-3)
-        assert bool(found) == (dist.get_rank() == 0)
+        assert numbers == pytest.approx(expected, rel=1e-3)
+        assert bool(numbers) == (dist.get_rank() == 0)
 
 
 def test_sharded():

@@ -103,12 +103,12 @@ def test_models_of_many_families(name, shards, tmp_path):
     else:
         model.save_pretrained(tmp_path, max_shard_size="1KB" if shards == "sharded" else "5GB")
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "sharded")
-    found = {entry.role: entry.matrix for entry in load_embeddings(tmp_path)}
+    by_role = {entry.role: entry.matrix for entry in load_embeddings(tmp_path)}
     wanted = expected(model)
-    assert found.keys() == wanted.keys()
+    assert by_role.keys() == wanted.keys()
     for role, matrix in wanted.items():
-        assert found[role].dtype == torch.bfloat16
-        assert torch.equal(found[role], matrix), role
+        assert by_role[role].dtype == torch.bfloat16
+        assert torch.equal(by_role[role], matrix), role
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama untied", "bert", "t5", "mamba"])

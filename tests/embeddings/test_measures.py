@@ -127,8 +127,8 @@ def test_blocks_rotations_and_bounds(rows, columns, seed, block_rows):
 
 
 def test_centred_and_degenerate_clouds():
-    centred = cloud() - cloud().mean(0)
-    assert measures.mean_norm_ratio(centred) < 1e-12
+    centered = cloud() - cloud().mean(0)
+    assert measures.mean_norm_ratio(centered) < 1e-12
     assert measures.mean_norm_ratio(np.ones((5, 3))) == pytest.approx(1)
     # All tokens in every direction alike: the corners of a cross-polytope.
     cross = np.concatenate([np.eye(4), -np.eye(4)])
@@ -251,7 +251,7 @@ def by_definition(matrix, counts=None):
     _, axes = np.linalg.eigh(matrix.T @ matrix)
     unit = matrix / norms.mean()
     partition = [z(sign * c, unit) for c in axes.T for sign in (1, -1)]
-    found = {
+    expected = {
         "isotropy_unit": min(partition) / max(partition),
         "mean_norm": np.sqrt(mu @ mu),
         "mean_norm_ratio": np.sqrt(mu @ mu) / norms.mean(),
@@ -268,11 +268,11 @@ def by_definition(matrix, counts=None):
     if counts is not None:
         seen = counts > 0
         log_p = np.log(counts[seen] / counts.sum())
-        found["norm_frequency_correlation"] = np.corrcoef(norms[seen], log_p)[0, 1]
-        found["mean_frequency_correlation"] = np.corrcoef((matrix @ mu)[seen], log_p)[0, 1]
+        expected["norm_frequency_correlation"] = np.corrcoef(norms[seen], log_p)[0, 1]
+        expected["mean_frequency_correlation"] = np.corrcoef((matrix @ mu)[seen], log_p)[0, 1]
         log_p = np.log(counts / counts.sum() + 1e-10)
-        found["norm_frequency_correlation_published"] = np.corrcoef(norms, log_p)[0, 1]
-    return found
+        expected["norm_frequency_correlation_published"] = np.corrcoef(norms, log_p)[0, 1]
+    return expected
 
 
 def test_all_measures_by_definition():
@@ -287,10 +287,10 @@ def test_all_measures_by_definition():
         report.singular_values, np.linalg.svd(matrix, compute_uv=False), rtol=1e-9
     )
 
-    centred = matrix - matrix.mean(0)
-    _, _, directions = np.linalg.svd(centred, full_matrices=False)
-    topless = centred - centred @ directions[:2].T @ directions[:2]
-    for part, other in ((report.centered, centred), (report.all_but_the_top, topless)):
+    centered = matrix - matrix.mean(0)
+    _, _, directions = np.linalg.svd(centered, full_matrices=False)
+    topless = centered - centered @ directions[:2].T @ directions[:2]
+    for part, other in ((report.centered, centered), (report.all_but_the_top, topless)):
         for name, expected in by_definition(other, counts).items():
             if name == "mean_frequency_correlation":  # of rounding
                 assert getattr(part, name) is None
@@ -298,7 +298,7 @@ def test_all_measures_by_definition():
             # The smallest singular values are zero, but for a rounding that squares enlarge.
             assert getattr(part, name) == pytest.approx(expected, rel=1e-7, abs=1e-5), name
         assert part.isotropy == pytest.approx(measures.isotropy(other), rel=1e-9)
-    np.testing.assert_allclose(measures.subtract_mean(matrix), centred, atol=1e-12)
+    np.testing.assert_allclose(measures.subtract_mean(matrix), centered, atol=1e-12)
     np.testing.assert_allclose(measures.all_but_the_top(matrix, 2), topless, atol=1e-12)
 
 

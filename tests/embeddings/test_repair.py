@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     save_file({"E": torch.ones(3, 2)}, tmp_path / "E.safetensors")
     np.save(tmp_path / "E.npy", np.ones((3, 2)))
     for source, out, recenter, message in (
-        (gpt2, "there", False, "exists: the repaired model is written to a new folder"),
+        (gpt2, "there", False, "exists: choose another name"),
         (tmp_path / "E.safetensors", "out", False, "E.safetensors cannot be repaired: it must be"),
         (tmp_path / "E.npy", "o.npy", True, "--recenter would change its predictions"),
         (tmp_path / "E.npy", "o.pt", False, "o.pt must end in .npy, as"),
@@ -247,8 +247,8 @@ def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, caps
     arguments = [name, *options, "--counts", "counts.npy", "--device", "cpu", "--json"]
     assert main(["analyze", *arguments]) == 0
     content = json.loads(capsys.readouterr().out)
-    found = content if isinstance(content, list) else [content]
-    commands = [command for entry in found for command in advised(entry["diagnosis"])]
+    entries = content if isinstance(content, list) else [content]
+    commands = [command for entry in entries for command in advised(entry["diagnosis"])]
     kinds = set()
     for number, command in enumerate(commands):
         given = [part.replace("NEW", f"new{number}") for part in command]

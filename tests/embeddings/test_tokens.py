@@ -36,10 +36,10 @@ def test_categories_of_a_byte_level_tokenizer():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|reserved_7|>"]})
     vocabulary = read_vocabulary(tokenizer, 310)
-    found = kinds(vocabulary)
-    assert found["the"] == found[" the"] == found["a"] == "ok"
-    assert found["xy"] == "unreachable"
-    assert found["<|end|>"] == "special"
+    result = kinds(vocabulary)
+    assert result["the"] == result[" the"] == result["a"] == "ok"
+    assert result["xy"] == "unreachable"
+    assert result["<|end|>"] == "special"
     assert vocabulary.categories[tokenizer.get_vocab()["\u00e2\u0124"]] == "undecodable"
     unused = {vocabulary.texts[row] for row in np.flatnonzero(vocabulary.unused)}
     rows_without_token = {""}
@@ -104,56 +104,56 @@ ALL = np.ones(300, bool)
 
 def test_indicators_are_the_papers(cloud):
     rows, unused = cloud
-    found = undertrained(torch.from_numpy(rows).float(), unused, ALL)
+    result = undertrained(torch.from_numpy(rows).float(), unused, ALL)
     rows = rows.astype(np.float32).astype(np.float64)
-    assert found.indicators["norm"] == pytest.approx(np.linalg.norm(rows, axis=1))
+    assert result.indicators["norm"] == pytest.approx(np.linalg.norm(rows, axis=1))
     rows -= rows.mean(0)
 
     def distance(rows, mean):
         return 1 - rows @ mean / np.linalg.norm(rows, axis=1) / np.linalg.norm(mean)
 
     expected = distance(rows, rows[unused].mean(0))
-    assert found.indicators["cosine_centered"] == pytest.approx(expected, abs=1e-9)
+    assert result.indicators["cosine_centered"] == pytest.approx(expected, abs=1e-9)
     # The limit is the highest of the unused rows, each compared with the mean of the others.
     own = [
         distance(rows[[i]], rows[290:][np.arange(290, 300) != i].mean(0)) for i in range(290, 300)
     ]
-    assert found.limit == pytest.approx(np.max(own), abs=1e-9)
+    assert result.limit == pytest.approx(np.max(own), abs=1e-9)
 
 
 @pytest.mark.parametrize(("role", "name"), [("input", "norm"), ("tied", "cosine_centered")])
 def test_candidates(cloud, role, name):
     """They are the untrained ones, of those that may be chosen."""
     rows, unused = cloud
-    found = undertrained(rows, unused, ALL, role=role, share=20 / 290)
-    assert set(found.candidates) == set(range(270, 290))
-    assert found.order_by == name
-    assert (np.diff(found.indicators[name][found.candidates]) >= 0).all()
-    assert set(found.alike) <= set(range(270, 290))
-    assert len(found.alike) > 10
-    found = undertrained(rows, unused, np.arange(300) % 2 == 0, role=role)
-    assert len(found.candidates) == 3  # 2 % of 145, rounded up
-    assert all(row % 2 == 0 and row >= 270 for row in found.candidates)
+    result = undertrained(rows, unused, ALL, role=role, share=20 / 290)
+    assert set(result.candidates) == set(range(270, 290))
+    assert result.order_by == name
+    assert (np.diff(result.indicators[name][result.candidates]) >= 0).all()
+    assert set(result.alike) <= set(range(270, 290))
+    assert len(result.alike) > 10
+    result = undertrained(rows, unused, np.arange(300) % 2 == 0, role=role)
+    assert len(result.candidates) == 3  # 2 % of 145, rounded up
+    assert all(row % 2 == 0 and row >= 270 for row in result.candidates)
 
 
 def test_rows_that_are_dead(cloud):
     """They are named, and change no indicator of another row."""
     rows, unused = cloud
     more = np.concatenate([rows, np.full((1, 12), np.nan), np.zeros((1, 12))])
-    found = undertrained(more, np.append(unused, [True, True]), np.ones(302, bool))
+    result = undertrained(more, np.append(unused, [True, True]), np.ones(302, bool))
     whole = undertrained(rows, unused, ALL)
-    assert found.dead.tolist() == [300, 301]
+    assert result.dead.tolist() == [300, 301]
     for name, values in whole.indicators.items():
-        assert found.indicators[name][:300] == pytest.approx(values, abs=1e-12)
-        assert np.isnan(found.indicators[name][300])
-    assert found.limit == pytest.approx(whole.limit)
-    assert not found.unused[300:].any()
+        assert result.indicators[name][:300] == pytest.approx(values, abs=1e-12)
+        assert np.isnan(result.indicators[name][300])
+    assert result.limit == pytest.approx(whole.limit)
+    assert not result.unused[300:].any()
 
 
 def test_without_known_rows_the_norm_remains(cloud):
-    found = undertrained(cloud[0], ~ALL, ALL)
-    assert list(found.indicators) == ["norm"]
-    assert (found.order_by, found.limit, len(found.alike)) == ("norm", None, 0)
+    result = undertrained(cloud[0], ~ALL, ALL)
+    assert list(result.indicators) == ["norm"]
+    assert (result.order_by, result.limit, len(result.alike)) == ("norm", None, 0)
 
 
 def brute_force(rows, k, centered):

@@ -201,8 +201,8 @@ def test_muon():
     grads = [jax.tree.map(lambda p, t=t: np.sin((t + 2) * np.asarray(p)), params) for t in range(9)]
     coupled = coupled_adamw(1e-2, b2=0.95, weight_decay=0.0, labels=labels, **LEAN)
     muon = optax.contrib.muon(2e-2)
-    of_muon = {"wte": "rest", "mlp": {"kernel": "muon", "bias": "rest"}, "head": "rest"}
-    together = optax.partition({"muon": muon, "rest": coupled}, of_muon)
+    partition_labels = {"wte": "rest", "mlp": {"kernel": "muon", "bias": "rest"}, "head": "rest"}
+    together = optax.partition({"muon": muon, "rest": coupled}, partition_labels)
     actual, state = train(together, params, grads)
     alone, _ = train(coupled, params, grads)
     kernel, _ = train(muon, params["mlp"]["kernel"], [g["mlp"]["kernel"] for g in grads])
@@ -211,8 +211,8 @@ def test_muon():
     jax.tree.map(close, actual, alone)
     # A field of the state by its name, of which each label has its own.
     for label, name, length in (("coupled", "wte", V), ("coupled_columns", "head", V)):
-        of_label = optax.tree_utils.tree_get(state, label)
-        (row,) = jax.tree.leaves(optax.tree_utils.tree_get(of_label, "nu_row")[name])
+        label_state = optax.tree_utils.tree_get(state, label)
+        (row,) = jax.tree.leaves(optax.tree_utils.tree_get(label_state, "nu_row")[name])
         assert row.shape == (length,)
 
 

@@ -10,8 +10,8 @@ import token_models
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.train import train
 from laboratory import Laboratory
 
 

@@ -51,13 +51,13 @@ def test_json_is_all_there_is_on_standard_output(gpt2):
         text=True,
         check=True,
     )
-    found = json.loads(result.stdout)
+    numbers = json.loads(result.stdout)
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
     expected = analyze(weight).to_dict()
-    assert {name: found[name] for name in expected} == expected  # in full precision
-    assert (found["role"], found["tensor"]) == ("tied", "transformer.wte.weight")
-    assert (found["dtype"], found["padding_rows"]) == ("float32", 48)
-    assert found["unseen_tokens"] is None
+    assert {name: numbers[name] for name in expected} == expected  # in full precision
+    assert (numbers["role"], numbers["tensor"]) == ("tied", "transformer.wte.weight")
+    assert (numbers["dtype"], numbers["padding_rows"]) == ("float32", 48)
+    assert numbers["unseen_tokens"] is None
 
 
 def test_text_and_sets(gpt2, sets, text_file, capsys, monkeypatch):
@@ -71,17 +71,17 @@ def test_text_and_sets(gpt2, sets, text_file, capsys, monkeypatch):
     with monkeypatch.context() as small:
         small.setattr(tokenizers, "_BATCH", 1000)
         small.setattr(analysis, "unigram_counts", recorded)
-        found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets)
+        numbers = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets)
     assert len(lengths) > 5
     assert max(lengths) < sum(lengths) / 3
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
     counts = unigram_counts(text_tokens(text_file, tokenizer), len(weight))
     report = analyze(weight, counts)
-    assert found["norm_frequency_correlation"] == report.norm_frequency_correlation
-    assert found["unseen_tokens"] == (counts == 0).sum() >= 48
-    assert found["all_but_the_top"]["isotropy"] == report.all_but_the_top.isotropy
-    score = found["word_similarity"]["sets"]["WordSim-353 similarity"]
+    assert numbers["norm_frequency_correlation"] == report.norm_frequency_correlation
+    assert numbers["unseen_tokens"] == (counts == 0).sum() >= 48
+    assert numbers["all_but_the_top"]["isotropy"] == report.all_but_the_top.isotropy
+    score = numbers["word_similarity"]["sets"]["WordSim-353 similarity"]
     token_id = single_tokens(tokenizer)
     usable = [pair for pair in PAIRS.splitlines() if all(map(token_id, pair.split("\t")[:2]))]
     assert 3 < score["pairs"] == len(usable) < score["total"] == 6
@@ -89,10 +89,10 @@ def test_text_and_sets(gpt2, sets, text_file, capsys, monkeypatch):
 
 def test_padding_and_unseen_rows_are_left_out(gpt2, text_file, capsys):
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
-    found = as_json(capsys, gpt2, "--exclude", "padding")
-    assert found["excluded_rows"] == found["padding_rows"] == 48
-    assert found["isotropy"] == pytest.approx(analyze(weight[:400]).isotropy, rel=1e-12)
-    assert found["vocab_size"] == 448
+    numbers = as_json(capsys, gpt2, "--exclude", "padding")
+    assert numbers["excluded_rows"] == numbers["padding_rows"] == 48
+    assert numbers["isotropy"] == pytest.approx(analyze(weight[:400]).isotropy, rel=1e-12)
+    assert numbers["vocab_size"] == 448
     both = as_json(capsys, gpt2, "--text", text_file, "--exclude", "padding", "unseen")
     assert both["excluded_rows"] == both["unseen_tokens"] > 48
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
@@ -255,9 +255,11 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
     np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(448, 4)))
     code, _, err = run(capsys, tmp_path / "matrix.npy", "--word-similarity", sets)
     assert (code, "is a file without a tokenizer: pass one with --tokenizer" in err) == (2, True)
-    found = as_json(capsys, tmp_path / "matrix.npy", "--word-similarity", sets, "--tokenizer", gpt2)
-    assert found["padding_rows"] == 48
-    assert found["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
+    numbers = as_json(
+        capsys, tmp_path / "matrix.npy", "--word-similarity", sets, "--tokenizer", gpt2
+    )
+    assert numbers["padding_rows"] == 48
+    assert numbers["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
 
 
 @pytest.mark.parametrize("command", ["analyze", "evaluate", "repair"])
@@ -280,8 +282,8 @@ def test_unusable_input(gpt2, tmp_path, capsys):
     T5EncoderModel(
         T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1)
     ).save_pretrained(tmp_path / "t5")
-    found = as_json(capsys, tmp_path / "t5")
-    assert (found["role"], found["padding_rows"]) == ("input", None)  # it has no tokenizer
+    numbers = as_json(capsys, tmp_path / "t5")
+    assert (numbers["role"], numbers["padding_rows"]) == ("input", None)  # it has no tokenizer
     np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
     np.save(tmp_path / "one.npy", np.eye(3))
     np.save(tmp_path / "large.npy", 1e200 * np.eye(3))
@@ -319,8 +321,8 @@ def test_a_tokenizer_by_its_file(gpt2, tmp_path, capsys):
     config |= {"tokenizer_class": "Special", "auto_map": {"AutoTokenizer": ["a.Special", None]}}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     (model / "config.json").write_text('{"model_type": "unknown"}')
-    found = as_json(capsys, model, "--tokenizer", model / "tokenizer.json")
-    assert found["padding_rows"] == as_json(capsys, gpt2)["padding_rows"]
+    numbers = as_json(capsys, model, "--tokenizer", model / "tokenizer.json")
+    assert numbers["padding_rows"] == as_json(capsys, gpt2)["padding_rows"]
     (tmp_path / "bad.json").write_text("{")
     assert (
         "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", tmp_path / "bad.json")[2]

@@ -5,7 +5,7 @@ import pytest
 from coupled_adam.errors import DivergedError
 from coupled_adam.lab.comparison import compare
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 
 
 def test_a_run_that_diverges_does_not_end_the_others(small_recipe, text_file, tmp_path):

@@ -295,11 +295,10 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
             gpt2, dtype=options["dtype"], output_loading_info=options["output_loading_info"]
         )
 
-    monkeypatch.setattr(
-        "coupled_adam.lab.evaluation.loading.AutoModelForCausalLM.from_pretrained", from_pretrained
-    )
+    module = "coupled_adam.lab.evaluation.load_model"
+    monkeypatch.setattr(f"{module}.AutoModelForCausalLM.from_pretrained", from_pretrained)
     config = Mock(**{"get_config_dict.return_value": ({}, {})})
-    monkeypatch.setattr("coupled_adam.lab.evaluation.loading.PreTrainedConfig", config)
+    monkeypatch.setattr(f"{module}.PreTrainedConfig", config)
     assert evaluate_model("some/model", revision="v2")["parameters"] > 0
     config.get_config_dict.assert_called_once_with(
         "some/model", revision="v2", local_files_only=False

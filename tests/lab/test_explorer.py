@@ -82,10 +82,10 @@ def test_the_export_as_parquet(page):
     matrix = entries[0].matrix.double().numpy()
     first = np.array(table["role"]) == "input"
     assert np.array(table["norm"])[first] == pytest.approx(row_norms(matrix))
-    centred = matrix - matrix.mean(0)
-    _, _, axes = np.linalg.svd(centred, full_matrices=False)
+    centered = matrix - matrix.mean(0)
+    _, _, axes = np.linalg.svd(centered, full_matrices=False)
     for name, axis in zip("xy", axes):
-        expected = centred @ (axis * np.sign(axis[np.abs(axis).argmax()]))
+        expected = centered @ (axis * np.sign(axis[np.abs(axis).argmax()]))
         assert np.array(table[name])[first] == pytest.approx(expected, abs=1e-6)
     # The neighbours of the second matrix are rows of the table that belong to it.
     last = table["neighbors"][-1]["ids"]
@@ -97,20 +97,20 @@ def test_the_export_as_parquet(page):
 def test_the_map_is_drawn(page, tmp_path):
     """By a browser, without an error and without loading anything."""
     probe = """<script>
-const found = {};
+const seen = {};
 new Promise((done) => setTimeout(done, 3000)).then(() => {
   const maps = [...document.querySelectorAll(".js-plotly-plot")];
-  found.points = maps.reduce((sum, map) => sum + map._fullData[0]._length, 0);
-  found.wide = document.documentElement.scrollWidth > innerWidth;
+  seen.points = maps.reduce((sum, map) => sum + map._fullData[0]._length, 0);
+  seen.wide = document.documentElement.scrollWidth > innerWidth;
   const field = document.getElementById("search");
   field.value = maps[0].data[0].hovertext[5].slice(0, 3);
   field.dispatchEvent(new Event("input"));
-  found.hits = document.getElementById("hits").textContent;
-  found.selected = maps[0].data[0].selectedpoints.includes(5);
+  seen.hits = document.getElementById("hits").textContent;
+  seen.selected = maps[0].data[0].selectedpoints.includes(5);
   const resources = performance.getEntriesByType("resource");
-  found.fetched = resources.filter((entry) => /^(http|file)/.test(entry.name)).length;
-}).catch((error) => { found.error = String(error); })
-  .finally(() => { document.title = JSON.stringify(found); });
+  seen.fetched = resources.filter((entry) => /^(http|file)/.test(entry.name)).length;
+}).catch((error) => { seen.error = String(error); })
+  .finally(() => { document.title = JSON.stringify(seen); });
 </script></body>"""
     file = tmp_path / "page.html"
     before, _, after = (page / "page.html").read_text().rpartition("</body>")
@@ -120,10 +120,10 @@ new Promise((done) => setTimeout(done, 3000)).then(() => {
     command += ["--window-size=400,900", "--dump-dom", "--virtual-time-budget=20000"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
     dump = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
-    found = json.loads(html.unescape(dump.partition("<title>")[2].partition("</title>")[0]))
-    assert "error" not in found, found["error"]
-    assert found["fetched"] == 0
-    assert not found["wide"]
-    assert found["selected"]
-    assert re.fullmatch(r"[1-9]\d* tokens", found["hits"])
-    assert found["points"] == sum(len(entry.matrix) for entry in load_embeddings(page / "run"))
+    seen = json.loads(html.unescape(dump.partition("<title>")[2].partition("</title>")[0]))
+    assert "error" not in seen, seen["error"]
+    assert seen["fetched"] == 0
+    assert not seen["wide"]
+    assert seen["selected"]
+    assert re.fullmatch(r"[1-9]\d* tokens", seen["hits"])
+    assert seen["points"] == sum(len(entry.matrix) for entry in load_embeddings(page / "run"))

@@ -28,8 +28,8 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.checkpoints import Checkpoints
-from coupled_adam.lab.training.config import Execution
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.train import train
 from laboratory import EXACT, FAULTY, LONG, SHORT, close
 from processes import Process
 

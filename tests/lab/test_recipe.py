@@ -21,8 +21,8 @@ from coupled_adam.lab.recipe import (
     recipe_names,
 )
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.lab.training.run import try_out
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.lab.training.train import try_out
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
     "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
@@ -210,16 +210,16 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     assert label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999, lr 0.25")
     model = build_model(recipe)
     optimizer = recipe.arms["x"].build_optimizer(model, recipe.training)
-    found = {
+    settings = {
         id(p): (g["lr"], g["weight_decay"], g.get("betas", optimizer.defaults["betas"]))
         for g in optimizer.param_groups
         for p in g["params"]
     }
     lr, decay = 0.25, recipe.training.weight_decay
-    assert found[id(model.transformer.wte.weight)] == (4 * lr, 0.5, (0, 0.999))
-    assert found[id(model.transformer.wpe.weight)] == (lr, 0.5, (0.9, 0.95))
-    assert found[id(model.transformer.ln_f.weight)] == (lr, 0, (0.9, 0.95))
-    assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay, (0.9, 0.95))
+    assert settings[id(model.transformer.wte.weight)] == (4 * lr, 0.5, (0, 0.999))
+    assert settings[id(model.transformer.wpe.weight)] == (lr, 0.5, (0.9, 0.95))
+    assert settings[id(model.transformer.ln_f.weight)] == (lr, 0, (0.9, 0.95))
+    assert settings[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay, (0.9, 0.95))
     scheduler = lr_scheduler(optimizer, recipe)
     for p in model.parameters():
         p.grad = torch.ones_like(p)

@@ -283,10 +283,10 @@ def test_report(comparison):
     assert float(rows[1]["test_loss_p_paired"]) == 0  # each seed's loss is lower by 0.5
     page = (out / "index.html").read_text()
     for name in ("isotropy_unit", "effective_rank", "norm_frequency_correlation_published"):
-        found = [
+        evaluations = [
             json.loads(path.read_text()) for path in sorted(comparison.glob("*/evaluation.json"))
         ]
-        mean = np.mean([run["embeddings"][name] for run in found[:3]])
+        mean = np.mean([run["embeddings"][name] for run in evaluations[:3]])
         assert float(rows[0][f"{name}_mean"]) == pytest.approx(mean)
     for header in ("Iso at unit norm", "Iso centered, at unit norm", "ρ as published"):
         assert header in page

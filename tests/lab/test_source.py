@@ -138,7 +138,7 @@ def test_a_commit_is_remembered_without_the_hub(tmp_path):
     assert "UsageError" in run(code, "me/two", HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
 
 
-def found(data, vocab_size=300):
+def token_splits(data, vocab_size=300):
     files = open_source(data, vocab_size).files
     return {split: Tokens(parts) for split, parts in files.items()}
 
@@ -150,7 +150,7 @@ def test_llm_c(tmp_path):
         write_llm_c(tmp_path / f"fineweb_train_{i:06}.bin", parts[i])
     write_llm_c(tmp_path / "fineweb_val_000000.bin", parts[1])
     write_llm_c(tmp_path / "fineweb_test_000000.bin", parts[2])
-    splits = found(Data(tokens=str(tmp_path)))
+    splits = token_splits(Data(tokens=str(tmp_path)))
     np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts))
     np.testing.assert_array_equal(splits["train"][90:310], np.concatenate(parts)[90:310])
     np.testing.assert_array_equal(splits["valid"][:], parts[1])
@@ -163,7 +163,7 @@ def test_limits(tmp_path):
     for i, part in enumerate(parts):
         part.tofile(tmp_path / f"train{i}.bin")
     ids(500).tofile(tmp_path / "val.bin")
-    splits = found(Data(tokens=str(tmp_path), max_tokens=150, max_held_out_tokens=40))
+    splits = token_splits(Data(tokens=str(tmp_path), max_tokens=150, max_held_out_tokens=40))
     np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts)[:150])
     np.testing.assert_array_equal(splits["valid"][:], ids(500)[:40])
     np.testing.assert_array_equal(splits["test"][:], ids(500)[250:290])

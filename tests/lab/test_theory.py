@@ -10,7 +10,7 @@ from study.toy_example import TOY_EMBEDDINGS, toy_updates
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.loading import load_model
+from coupled_adam.lab.evaluation.load_model import load_model
 from coupled_adam.lab.training.loss import sequence_losses
 
 
@@ -89,11 +89,15 @@ def test_an_untied_run_through_the_command(trained, gpt2, text_file, tmp_path, m
     monkeypatch.setenv("COUPLED_ADAM_CACHE", str(tmp_path / "cache"))
     image = tmp_path / "updates.png"
     main([str(folder), "--json", "--batches", "9", "--picture", str(image)])
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tied"], found["batches"], list(found["sums"])) == (False, 9, ["output", "input"])
-    assert found["sums"]["output"]["gradient"] < 1e-6  # in float32
-    assert found["sums"]["output"]["updates"]["Coupled Adam"] < 1e-6
-    assert found["sums"]["output"]["updates"]["AdamW"] > 0.01
+    result = json.loads(capsys.readouterr().out)
+    assert (result["tied"], result["batches"], list(result["sums"])) == (
+        False,
+        9,
+        ["output", "input"],
+    )
+    assert result["sums"]["output"]["gradient"] < 1e-6  # in float32
+    assert result["sums"]["output"]["updates"]["Coupled Adam"] < 1e-6
+    assert result["sums"]["output"]["updates"]["AdamW"] > 0.01
     assert image.read_bytes().startswith(b"\x89PNG")
 
     main([str(gpt2), "--text", str(text_file), "--batches", "2"])

@@ -51,10 +51,10 @@ def test_architectures(architecture, trained, tmp_path):
     save_file(tensors, path, {"format": "pt"})
     analyses = analyze_model(str(tmp_path), AnalysisInputs())
     for analysis in analyses:
-        found = find_undertrained(analysis).numbers["undertrained"]
-        assert found["categories"]["none"] == 20
-        assert found["unused_rows"] >= 20
-        named = {entry["id"]: entry for entry in found["tokens"][:3]}
+        answer = find_undertrained(analysis).numbers["undertrained"]
+        assert answer["categories"]["none"] == 20
+        assert answer["unused_rows"] >= 20
+        named = {entry["id"]: entry for entry in answer["tokens"][:3]}
         assert set(named) == set(held_out)
         names = AutoTokenizer.from_pretrained(tmp_path)
         assert all(named[row]["token"] == names.decode([row]) for row in held_out)
@@ -78,13 +78,13 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     tensors["transformer.wte.weight"][350] *= -2
     save_file(tensors, later / "model.safetensors", {"format": "pt"})
     arguments = [gpt2, later, "--text", text_file, "--compare", "--undertrained"]
-    found = json.loads(run(capsys, *arguments, "--json"))
-    (changes,) = found["changes"]
+    answer = json.loads(run(capsys, *arguments, "--json"))
+    (changes,) = answer["changes"]
     assert changes["matched"] == 448
     mover = changes["movers"][0]
     assert (mover["id"], mover["norm_ratio"]) == (350, pytest.approx(2))
     assert mover["cosine"] == pytest.approx(-1)
-    first, _ = found["models"]
+    first, _ = answer["models"]
     reachable = first["undertrained"]["categories"]["ok"]
     assert len(first["undertrained"]["tokens"]) == -(-reachable // 50)  # 2 %, rounded up
     shown = run(capsys, *arguments, "--show", 1)
@@ -101,11 +101,11 @@ def test_duplicates(tmp_path, capsys):
     matrix[[71, 72]] = matrix[10]  # four rows that are the same are one group
     matrix[70] = 0
     np.save(tmp_path / "m.npy", matrix)
-    found = json.loads(run(capsys, tmp_path / "m.npy", "--duplicates", "--json"))["duplicates"]
-    groups = [([token["id"] for token in group["tokens"]], group["identical"]) for group in found]
+    answer = json.loads(run(capsys, tmp_path / "m.npy", "--duplicates", "--json"))["duplicates"]
+    groups = [([token["id"] for token in group["tokens"]], group["identical"]) for group in answer]
     assert groups == [([10, 20, 71, 72], True), ([30, 40], False), ([50, 60], False)]
     units = matrix[[50, 60]] / np.linalg.norm(matrix[[50, 60]], axis=1, keepdims=True)
-    assert found[2]["cosine"] == pytest.approx(units[0] @ units[1], abs=1e-5)
+    assert answer[2]["cosine"] == pytest.approx(units[0] @ units[1], abs=1e-5)
     shown = run(capsys, tmp_path / "m.npy", "--duplicates", "--show", 1)
     shown = " ".join(shown.split())
     assert (
@@ -123,10 +123,10 @@ def test_rows_that_are_dead(gpt2, capsys):
     tensors = load_file(gpt2 / "model.safetensors")
     tensors["transformer.wte.weight"][[7, 9]] = torch.tensor([[0.0], [torch.inf]]).expand(2, 16)
     save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
-    found = json.loads(run(capsys, gpt2, "--undertrained", "--json"))
-    assert found["excluded_rows"] == 2
-    assert found["dead_rows"] == [7, 9]
-    said = found["diagnosis"][0]
+    answer = json.loads(run(capsys, gpt2, "--undertrained", "--json"))
+    assert answer["excluded_rows"] == 2
+    assert answer["dead_rows"] == [7, 9]
+    said = answer["diagnosis"][0]
     assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
     assert (
         f"coupled-adam repair {gpt2} --out NEW gives them values like those of the others" in said
@@ -135,13 +135,13 @@ def test_rows_that_are_dead(gpt2, capsys):
 
 def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, capsys):
     np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(300, 4)))
-    found = json.loads(run(capsys, tmp_path / "matrix.npy", "--undertrained", "--json"))
-    assert found["undertrained"]["order_by"] == "norm"
+    answer = json.loads(run(capsys, tmp_path / "matrix.npy", "--undertrained", "--json"))
+    assert answer["undertrained"]["order_by"] == "norm"
     shown = run(capsys, tmp_path / "matrix.npy", "--neighbours", "#5")
     assert "#5 " in shown
     arguments = ("--tokenizer", gpt2, "--undertrained")
-    found = json.loads(run(capsys, tmp_path / "matrix.npy", *arguments, "--json"))
-    assert sum(found["undertrained"]["categories"].values()) == 300
+    answer = json.loads(run(capsys, tmp_path / "matrix.npy", *arguments, "--json"))
+    assert sum(answer["undertrained"]["categories"].values()) == 300
 
 
 @pytest.mark.parametrize(
@@ -207,9 +207,9 @@ def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
     assert sentence in page.read_text()
     assert "<th" in page.read_text().partition("Under-trained tokens: gpt2")[2]
     assert "repeated=" in explore.read_text().rpartition("Plotly.newPlot(")[2]
-    found = json.loads(run(capsys, *options, "--json"))
-    assert sentence in found["diagnosis"][-1]
-    named = found["undertrained"]
+    answer = json.loads(run(capsys, *options, "--json"))
+    assert sentence in answer["diagnosis"][-1]
+    named = answer["undertrained"]
     assert named["can_verify"]
     assert len(named["controls_repeated"]) == len(named["tokens"])
     verdicts = {entry["id"]: entry["verdict"] for entry in named["tokens"]}
@@ -224,10 +224,10 @@ def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
 
 
 def test_a_model_that_cannot_repeat_verifies_nothing(gpt2, capsys):
-    found = json.loads(run(capsys, gpt2, "--undertrained", "--verify", "--json"))
-    assert not found["undertrained"]["can_verify"]
-    assert {entry["verdict"] for entry in found["undertrained"]["tokens"]} == {"not verified"}
-    assert "cannot be verified with this model: it repeats only 0 of" in found["diagnosis"][-1]
+    answer = json.loads(run(capsys, gpt2, "--undertrained", "--verify", "--json"))
+    assert not answer["undertrained"]["can_verify"]
+    assert {entry["verdict"] for entry in answer["undertrained"]["tokens"]} == {"not verified"}
+    assert "cannot be verified with this model: it repeats only 0 of" in answer["diagnosis"][-1]
 
 
 @pytest.mark.parametrize(

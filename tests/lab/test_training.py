@@ -22,12 +22,12 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import held_out_loss
-from coupled_adam.lab.evaluation.loading import load_model
+from coupled_adam.lab.evaluation.load_model import load_model
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import run as training
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.loggers import MetricsFile, cut_log
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
@@ -187,8 +187,8 @@ def test_two_processes_equal_one(lab):
     one, metrics, evaluation = lab.reference("--arm", "coupled_adam", *EXACT)
     for other in ("accumulated", "ddp", "fsdp2", "slurm"):
         close(one, lab.weights(other), 1e-10)
-        _, found, evaluated = lab.result(other)
-        for mine, theirs in zip(metrics, found, strict=True):
+        _, log, evaluated = lab.result(other)
+        for mine, theirs in zip(metrics, log, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-7), other
         assert evaluated["test_loss"] == pytest.approx(evaluation["test_loss"], rel=1e-7)
 

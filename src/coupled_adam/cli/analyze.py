@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
+from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import show, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
+from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +149,7 @@ def _undertrained(
 
     @functools.lru_cache(maxsize=1)  # a model is loaded once, for both of its matrices
     def loaded(name: str) -> tuple[PreTrainedModel, int]:
-        from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
+        from coupled_adam.lab.evaluation.load_model import block_length, load_model, require_causal
 
         model = load_model(folders[name], device)
         require_causal(model, name)
@@ -158,10 +159,10 @@ def _undertrained(
     reports = []
     for entry in analyses if options.undertrained or is_mapped else ():
         with working(f"under-trained tokens, {entry.label}"):
-            found = find_undertrained(entry)
+            report = find_undertrained(entry)
             if options.verify:
-                found = verify_undertrained(found, *loaded(entry.model))
-            reports.append(found)
+                report = verify_undertrained(report, *loaded(entry.model))
+            reports.append(report)
     return reports
 
 

@@ -94,4 +94,4 @@ def _continued(options: Options, plain: dict[str, Any], out: Path) -> Recipe:
         plain = stored.to_dict()
     recipe = options.recipe_of(plain)
     # A comparison that was extended has more arms and seeds than the recipe that is named.
-    return recipe.joined(stored) if options.recipe and stored else recipe
+    return recipe.joined(stored) if stored else recipe

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
+from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import put, show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, require
+from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
     from coupled_adam.lab.data.corpus import Corpus
@@ -54,7 +55,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
-    from coupled_adam.lab.evaluation.loading import trusted_run
+    from coupled_adam.lab.evaluation.load_model import trusted_run
     from coupled_adam.runs import EVALUATION, is_run
 
     check_outputs(options.overwrite, out=options.out)
@@ -66,6 +67,7 @@ def run(options: Options) -> None:
         "sets": None if published is None else word_similarity_sets(published),
         "downstream": _downstream(options),
     }
+    # What is for the other of the two is refused, and not ignored.
     for name in ("text", "out", "revision") if is_run(folder) else ("variant",):
         kind = "run" if is_run(folder) else "model"
         require(getattr(options, name) is None, f"--{name} is not for {folder}, which is a {kind}")

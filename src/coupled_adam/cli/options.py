@@ -12,55 +12,13 @@ from typing import TYPE_CHECKING, Any
 from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.errors import UsageError, did_you_mean
 from coupled_adam.fields import Count, require
-from coupled_adam.files import is_utf8, write_atomically
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.runs import COMPARISON, CONFIG
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
 
 DEFAULT_RECIPE = "demo"
-
-
-def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None:
-    """Refuse what cannot be written, or exists: a file without ``overwrite``, None for any."""
-    named: dict[Path, str] = {}
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        name = f"--{option} {path}"
-        if path.exists() and not _is_stream(path):
-            require(overwrite is not None, f"{name} exists: choose another name")
-            require(not path.is_dir(), f"{name} is a folder: choose the name of a file")
-            require(overwrite, f"{name} exists: choose another name, or add --overwrite")
-        place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-        is_below_a_file = place != path.absolute() and not place.is_dir()
-        require(
-            os.access(place, os.W_OK) and not is_below_a_file,
-            f"{name} cannot be written: {place} is no folder to write to",
-        )
-        require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
-        other = named.setdefault(path.resolve(), option)
-        require(other == option, f"--{other} and {name} are the same file: choose two")
-
-
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file that an option names, and the folders above it.
-
-    What is no file, such as ``/dev/stdout`` or ``/dev/null``, is written into, and stays.
-    """
-    if _is_stream(path):
-        with path.open("ab") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path.resolve(), content)  # a link stays one
-
-
-def _is_stream(path: Path) -> bool:
-    # What the shell has opened may be a file, too, which it goes on writing to.
-    is_of_shell = str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"))
-    return path.exists() and not path.is_dir() and (is_of_shell or not path.is_file())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +110,8 @@ class RunOptions(DeviceOption, Execution):
         values |= {key: read_yaml(text, f"--{key}") for key, text in self.keys.items()}
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
-        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
-        if of_runs and recipe.variant is not None and self.variant is None:
+        is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
+        if is_stored and recipe.variant is not None and self.variant is None:
             raise UsageError(
                 f"the recipe in OUT executes the code of {recipe.variant}: if you trust it, add "
                 f"--variant {recipe.variant} to the command"
@@ -165,7 +123,7 @@ class RunOptions(DeviceOption, Execution):
         exists = self.text is None or self.text.exists()
         require(exists, f"--text {self.text}: there is no such file or folder")
         from coupled_adam.lab.models import parameters
-        from coupled_adam.lab.training.run import try_out
+        from coupled_adam.lab.training.train import try_out
         from coupled_adam.lab.training.variant import load_variant
 
         quiet_libraries()  # after their imports, which set the levels they like

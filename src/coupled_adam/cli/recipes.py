@@ -64,7 +64,7 @@ def explained(recipe: Recipe) -> str:
                 lines += _commented({name: values[key][name]}, text, "  ")
         else:
             lines += _commented({key: values.get(key)}, meaning)
-    # An option that several optimizers take stands here once.
+    # The options of all arms that there are; one that several optimizers take stands here once.
     takers: dict[str, list[str]] = {}
     texts: dict[str, str] = {}
     for optimizer, arm in ARMS.items():

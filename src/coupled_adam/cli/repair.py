@@ -12,8 +12,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from coupled_adam.cli.options import ModelOptions, check_outputs
+from coupled_adam.cli.options import ModelOptions
 from coupled_adam.cli.terminal import show, working
+from coupled_adam.outputs import check_outputs
 
 _NAMED = 20  # rows
 
@@ -54,6 +55,7 @@ def run(options: Options) -> None:
         content = {"matrices": [dataclasses.asdict(report) for report in reports], "loss": losses}
         print(json.dumps(content, indent=2, allow_nan=False))
         return
+    # A line for each matrix, then what it did to the loss.
     for report in reports:
         named = ", ".join(f"#{row} {reason}" for row, reason in [*report.rows.items()][:_NAMED])
         more = ", ..." if len(report.rows) > _NAMED else ""

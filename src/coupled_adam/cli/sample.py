@@ -38,17 +38,22 @@ class Options(ModelOptions):
 
 def run(options: Options) -> None:
     """Let the models write texts, and print them."""
-    from coupled_adam.lab.evaluation import loading
+    from coupled_adam.lab.evaluation.load_model import (
+        load_model,
+        load_model_tokenizer,
+        require_causal,
+    )
     from coupled_adam.lab.evaluation.sample import sample
     from coupled_adam.runs import MODEL, is_run
 
     device = options.usable_device()
+    # A comparison stands for its runs.
     texts = {}
     for name in (folder for place in options.models for folder in _finished_runs(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name
-        model = loading.load_model(source, device, options.revision)
-        loading.require_causal(model, source)
-        tokenizer = loading.load_model_tokenizer(source, options.revision)
+        model = load_model(source, device, options.revision)
+        require_causal(model, source)
+        tokenizer = load_model_tokenizer(source, options.revision)
         texts[name] = sample(
             model,
             tokenizer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -90,27 +89,18 @@ class Analysis:
     @functools.cached_property
     def diagnosis(self) -> list[str]:
         """Where the measures lie, what that means, and what to do next, in sentences."""
-        from coupled_adam.embeddings.repair import can_recenter, can_repair, padding_row
+        from coupled_adam.embeddings.repair import repair_commands
 
-        entry, path = self.embeddings, Path(self.model)
-        repair = recenter = ""  # commands, unless they would be refused
-        # A model's embeddings are repaired, and not any tensor, nor those of an unfinished run; and
-        # two rows at least must be there to take others from.
-        is_model = self.inputs.tensor is None and (not is_run(path) or (path / MODEL).exists())
-        alive = len(entry.matrix) - len(self.dead)
-        if is_model and alive > 1 and can_repair(path, entry.config):
-            command = f"coupled-adam repair {shlex.quote(self.model)}"
-            if self.inputs.revision is not None:
-                command += f" --revision {shlex.quote(self.inputs.revision)}"
-            out = "--out NEW.npy" if path.suffix == ".npy" else "--out NEW"
-            if {*self.dead} - {padding_row(entry)}:  # which may be zero
-                repair = f"{command} {out}"
-            if can_recenter(entry.config, entry.role):
-                recenter = f"{command} --recenter {out}"
+        # A model's embeddings are repaired, and not any tensor.
+        repair = recenter = ""
+        if self.inputs.tensor is None:
+            repair, recenter = repair_commands(
+                self.model, self.inputs.revision, self.embeddings, self.dead
+            )
         return self.report.sentences(
-            role=entry.role,
+            role=self.embeddings.role,
             dead=[self.vocabulary.name(row) for row in self.dead],
-            left_out=entry.left_out,
+            left_out=self.embeddings.left_out,
             repair=repair,
             recenter=recenter,
         )
@@ -268,25 +258,25 @@ def _counts(
     """How often each token occurs, [rows], from what is named or from a run's folder."""
     if inputs.text is not None:
         assert tokenizer is not None
-        return _counted("--text", token_pieces(inputs.text, tokenizer), rows)
+        return _count("--text", token_pieces(inputs.text, tokenizer), rows)
     if inputs.tokens:
-        return _of_token_files(inputs.tokens, inputs.token_dtype, rows)
+        return _count_token_files(inputs.tokens, inputs.token_dtype, rows)
     if inputs.counts is not None:
         with prefixed_usage_error("--counts "):
-            return _of_file(inputs.counts, is_token, rows)
-    of_run = Path(model) / COUNTS
-    return _of_file(of_run, is_token, rows) if of_run.exists() else None
+            return _read_counts(inputs.counts, is_token, rows)
+    path = Path(model) / COUNTS  # of a run
+    return _read_counts(path, is_token, rows) if path.exists() else None
 
 
-def _of_token_files(paths: Sequence[Path], dtype: str | None, rows: int) -> NDArray[np.int64]:
+def _count_token_files(paths: Sequence[Path], dtype: str | None, rows: int) -> NDArray[np.int64]:
     with prefixed_usage_error("--tokens ", UsageError):
         tokens = Tokens([token_file(path, rows, dtype) for path in paths])
     pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
-    return _counted("--tokens", pieces, rows)
+    return _count("--tokens", pieces, rows)
 
 
-def _of_file(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
-    """Counts in a ``.npy`` file; 0 for padding beyond them."""
+def _read_counts(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
+    """Counts in a ``.npy`` file, [rows]; 0 for padding beyond them, as ``is_token`` [rows] says."""
     counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing = rows - counts.size
@@ -300,7 +290,7 @@ def _of_file(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
     return np.append(counts, np.zeros(missing, counts.dtype))
 
 
-def _counted(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
+def _count(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
     """How often each token occurs in pieces of a text, [rows]; in bounded memory."""
     counts = np.zeros(rows, dtype=np.int64)
     with prefixed_usage_error(f"{option} ", UsageError):

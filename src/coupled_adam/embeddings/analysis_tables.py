@@ -21,6 +21,7 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
     directions removed.
     """
     reports = [analysis.report for analysis in analyses]
+    # What was measured; the measures of the matrices as they are; and those of the other two forms.
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
     if all_measures:
         rows += _word_similarity_rows(reports)
@@ -110,6 +111,7 @@ def analyses_json(
 
     With comparisons, the result is an object of ``models``, the list, and ``changes``.
     """
+    # What was found out about the tokens of a matrix is added to the numbers of that matrix.
     entries = [analysis.to_dict() for analysis in analyses]
     for analysis, entry in zip(analyses, entries):
         for answer in answers:

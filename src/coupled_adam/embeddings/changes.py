@@ -70,10 +70,8 @@ def compare(
     same_id = np.arange(min(len(first), len(second)))
     rows = pairs or (same_id, same_id)
     norms = [geometry.finite_rows(matrix)[1][part] for matrix, part in zip((first, second), rows)]
-    # Rows that are zero or not finite on either side have no ratio.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = norms[1] / norms[0]
-    ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
+    ratios = _ratios(*norms)
+    # All else is over the pairs of rows that are finite on both sides.
     usable = np.flatnonzero(np.isfinite(norms[0] + norms[1]))
     if not len(usable):
         raise ValueError("the two matrices have no finite rows of the same tokens")
@@ -81,14 +79,21 @@ def compare(
     means, squares = zip(*(_mean_and_square(*side) for side in (before, after)))
     if 0 in squares:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
-    cross, of_usable = _products(before, after, means)
+    cross, usable_cosines = _products(before, after, means)
     cka = float(cross.norm()) ** 2 / math.prod(squares)
-    if of_usable is None:
+    if usable_cosines is None:
         return Changes(None, ratios, cka, None)
     cosines = np.full(len(ratios), np.nan)
-    cosines[usable] = of_usable
+    cosines[usable] = usable_cosines
     shift = float((means[1] - means[0]).norm()) / float(norms[0][usable].mean())
     return Changes(cosines, ratios, cka, shift)
+
+
+def _ratios(before: Array, after: Array) -> Array:
+    """The ratios of norms, [n] each; NaN for rows that are zero or not finite on either side."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = after / before
+    return np.where(np.isfinite(ratios) & (ratios != 0), ratios, np.nan)
 
 
 def _mean_and_square(matrix: Embeddings, rows: Rows) -> tuple[Tensor, float]:

@@ -45,6 +45,7 @@ def diagnose(
     is_shifted = ratio > 1.5 * chance
     norms = _significant(measures.norm_frequency_correlation, counted)
     along = _significant(measures.mean_frequency_correlation, counted)
+    # Whether each sentence applies, in the order in which they are read.
     rules = [
         (bool(dead), _dead(dead, repair)),
         (bool(left_out), f"Not measured: {'; '.join(left_out)}."),

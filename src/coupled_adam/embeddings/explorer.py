@@ -95,11 +95,12 @@ def explorer_page(
     from plotly.offline import get_plotlyjs
 
     frame = token_frame(matrices, comparisons, limit=POINTS)
-    # plotly takes text for HTML.
+    # What a point says when the mouse is on it; plotly takes text for HTML.
     frame["name"] = [html.escape(repr(t) if t else "–", quote=False) for t in frame["token"]]
     frame["nearest"] = [
         ", ".join(frame["name"][near["ids"][:_HOVERED]]) for near in frame["neighbors"]
     ]
+    # A map for each matrix.
     figures = []
     for entry in matrices:
         analysis = entry.analysis
@@ -172,22 +173,22 @@ def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[
     axes = torch.linalg.eigh(geometry.gram(matrix, mean, keep))[1].flip(1)[:, :2]
     # The sign of an eigenvector is arbitrary: its largest component is positive.
     axes = axes * axes.gather(0, axes.abs().argmax(0)[None]).sign()
-    found = np.zeros((2, keep.sum()), np.float32)
-    places = torch.cat([(block - mean) @ axes for block in geometry.blocks(matrix, keep)])
-    found[: axes.shape[1]] = geometry.as_array(places).T
-    return found
+    components = np.zeros((2, keep.sum()), np.float32)
+    projected = torch.cat([(block - mean) @ axes for block in geometry.blocks(matrix, keep)])
+    components[: axes.shape[1]] = geometry.as_array(projected).T
+    return components
 
 
 def _columns(
     entry: UndertrainedReport, comparisons: Sequence[Comparison], rows: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """What is known of some rows of a matrix."""
+    """What is known of some rows [n] of a matrix, a column [n] each."""
     analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
 
-    def placed(values: NDArray[Any], of_rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Values that are known of some rows alone, and NaN for the others."""
+    def placed(values: NDArray[Any], known: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Values [m] of the rows [m] that are known, and NaN for the others."""
         column = np.full(len(vocabulary), np.nan, np.float32)
-        column[of_rows] = values
+        column[known] = values
         return column[rows]
 
     columns: dict[str, Any] = {

@@ -33,7 +33,7 @@ def row_norms(embeddings: Embeddings) -> Array:
 
 
 def mean_norm_ratio(embeddings: Embeddings) -> float:
-    """||mu||^r = ||mu|| / mean_i ||e_i||: 0 for centered embeddings, 1 if all rows are equal.
+    """||mu||^r = ||mu|| / mean_i ||e_i|| of [V, H]: 0 if it is centered, 1 if all rows are equal.
 
     Raises:
         ValueError: also if every row is zero, as in an uninitialised matrix.
@@ -55,7 +55,7 @@ def subtract_mean(embeddings: Embeddings) -> Tensor:
 
 
 def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> Tensor:
-    """Subtract the mean, then the components along the top principal directions.
+    """Subtract the mean from [V, H], then the components along the top principal directions.
 
     This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417. By default H / 100 directions,
     rounded up, are removed, as its authors suggest. The result is as for :func:`subtract_mean`.
@@ -125,7 +125,7 @@ def gram(embeddings: Embeddings, mean: Tensor | float = 0.0, keep: Mask | None =
 
 
 def check_not_zero(norms: Tensor | Array) -> None:
-    """Raise ValueError if all norms are zero."""
+    """Raise ValueError if all norms [V] are zero."""
     if norms.max() == 0:
         raise ValueError("every row of embeddings is zero: has the model been initialised?")
 

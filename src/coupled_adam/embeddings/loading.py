@@ -180,7 +180,7 @@ def _with_roles(
     heads: Collection[str],
     config: Mapping[str, Any],
 ) -> list[tuple[str, Tensor, Role]]:
-    """The names, matrices and roles; ``heads`` are also those that cannot be read."""
+    """The names, matrices [V, H] and roles; ``heads`` are also those that cannot be read."""
     # Some files hold a tied matrix under both names.
     tied = {
         name: [head for head, output in outputs.items() if _is_equal(matrix, output)]

@@ -51,20 +51,24 @@ class Measure:
     # It is not defined where this returns None or NaN; None if it is not measured of a matrix.
     function: Callable[[MeasureInputs], Any] | None
     meaning: str = ""  # what it says, a fragment of a sentence
-    header: str = ""  # its name above a column
+    short: str = ""  # its name above a column, if that is neither the symbol nor the label
     of_the_mean: bool = False  # whether it says nothing once the mean is removed
     first: bool = False  # whether a report shows it without being asked for all measures
     column: bool = False  # whether the table of runs has a column for it, as the paper's tables
     comparable: bool = False  # whether norms and sizes of matrices do not matter to it
     logged: bool = False  # whether it is logged in training, and recorded by the study
-    centered: str = ""  # the header of its value with the mean removed, if that is logged as well
+    short_centered: str = ""  # that of its value with the mean removed, if that is logged as well
     path: tuple[str, ...] = ()  # where it is in a report or in an evaluation.json, as keys
 
     @property
-    def title(self) -> str:
+    def short_name(self) -> str:
+        """Its name above a column."""
+        return self.short or self.symbol or self.label
+
+    @property
+    def header(self) -> str:
         """The header of a column, with an arrow to the better values."""
-        arrow = {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
-        return (self.header or self.symbol or self.label) + arrow
+        return self.short_name + {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
 
     def of(self, results: object) -> float | None:
         """Look the number up in a report, or in its dict; None if it was not measured."""
@@ -172,7 +176,7 @@ _TABLE = [
     Measure(
         "isotropy", "isotropy", "Iso", 2, "higher", lambda rows: isotropy_of(rows.log_z),
         "isotropy, 0 to 1, for both signs of every eigenvector",
-        first=True, column=True, logged=True, centered="Iso centered",
+        first=True, column=True, logged=True, short_centered="Iso centered",
     ),
     Measure(
         "mean_norm", "mean norm", "‖μ‖", 3, "lower", lambda rows: rows.mean_norm,
@@ -232,8 +236,8 @@ _TABLE = [
         "isotropy_unit", "isotropy at unit mean norm", "", 2, "higher",
         _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
         "isotropy after division by the mean norm, with which isotropy falls",
-        header="Iso at unit norm", comparable=True, logged=True,
-        centered="Iso centered, at unit norm",
+        short="Iso at unit norm", comparable=True, logged=True,
+        short_centered="Iso centered, at unit norm",
     ),
     Measure(
         "isotropy_published", "isotropy, as published", "", 2, None,
@@ -245,7 +249,7 @@ _TABLE = [
         "norm_frequency_correlation_published", "norm vs. log frequency, as published", "", 2,
         "higher", lambda rows: _correlation(rows.norms, rows.p, 1e-10),
         "the same correlation over all tokens, with log(p + 1e-10)",
-        header="ρ as published", logged=True,
+        short="ρ as published", logged=True,
     ),
     Measure(
         "mean_frequency_correlation", "along the mean vs. log frequency", "", 2, None,
@@ -264,17 +268,17 @@ MEASURES = {m.key: m if m.path else dataclasses.replace(m, path=(m.key,)) for m 
 
 LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
-        measure, key=f"{key}_centered", path=("centered", key), header=measure.centered
+        measure, key=f"{key}_centered", path=("centered", key), short=measure.short_centered
     )
     for key, measure in MEASURES.items()
-    if measure.centered
+    if measure.short_centered
 }
 """The measures that are logged in training and recorded by the study, by key."""
 
 
 def small_print(measures: Iterable[Measure]) -> str:
     """What the measures mean, for the small print below a table."""
-    by_name = {(m.header or m.symbol or m.label): m.meaning for m in measures if m.meaning}
+    by_name = {m.short_name: m.meaning for m in measures if m.meaning}
     return "; ".join(f"{name}: {meaning}" for name, meaning in by_name.items())
 
 

@@ -85,6 +85,7 @@ class Monitor:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        # All processes gather, and the one that is here measures.
         matrices = self._gathered(model)
         if not here:
             return {}

@@ -22,7 +22,7 @@ DUPLICATE = 0.99
 _VARIANTS = {"raw": "as it is", "centered": "mean removed"}
 """The two ways in which neighbours are searched, and how they are shown."""
 _QUERIES = 4096  # rows compared with all others in one pass
-Found = tuple[NDArray[np.int64], NDArray[np.float32]]
+Nearest = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 def nearest(
@@ -32,7 +32,7 @@ def nearest(
     *,
     centered: bool = False,
     keep: Mask | None = None,
-) -> Found:
+) -> Nearest:
     """The k nearest rows [n, k] of some rows [n] of a matrix [V, H], and their cosines [n, k].
 
     The nearest comes first; there are fewer than k columns if there are too few rows. Cosines are
@@ -56,17 +56,18 @@ def nearest(
     candidates = alive if keep is None else alive & keep
     k = min(k, int(candidates.sum()) - 1)
     # So many at a time that the cosines of a block of the matrix with all of them stay small.
-    parts = [
+    searched = [
         _search(embeddings, queries[start : start + _QUERIES], k, mean, candidates)
         for start in range(0, len(queries), _QUERIES)
     ]
-    return np.concatenate([found for found, _ in parts]), np.concatenate([c for _, c in parts])
+    neighbours, cosines = zip(*searched)
+    return np.concatenate(neighbours), np.concatenate(cosines)
 
 
 def _search(
     embeddings: Embeddings, rows: NDArray[np.int64], k: int, mean: Tensor, candidates: Mask
-) -> Found:
-    """The k nearest of some rows, and the cosines, in one pass over the matrix."""
+) -> Nearest:
+    """The k nearest [n, k] of some rows [n], and the cosines, in one pass over a matrix [V, H]."""
     queries = _directions(geometry.as_float64(embeddings[rows]), mean)
     query_rows = torch.from_numpy(rows).to(queries.device)
     best = torch.full((len(rows), k), -math.inf, device=queries.device)
@@ -84,7 +85,7 @@ def _search(
 
 
 def _directions(rows: Tensor, mean: Tensor) -> Tensor:
-    """The rows with the mean subtracted, at unit norm, in float32; zero if nothing is left."""
+    """Rows [n, H] with the mean [H] removed, at unit norm, in float32; zero if nothing is left."""
     centered = rows - mean
     norms = centered.norm(dim=1, keepdim=True)
     # Rows equal to the mean differ from it by rounding errors only.
@@ -101,12 +102,15 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
     named = [analysis.token(row) for row in rows]
     for variant in _VARIANTS:
         with prefixed_usage_error(f"{analysis.model}: "):
-            found = nearest(analysis.embeddings.matrix, rows, centered=variant == "centered")
-        for token, near, cosines in zip(named, *(part.tolist() for part in found)):
+            near, cosines = nearest(
+                analysis.embeddings.matrix, rows, centered=variant == "centered"
+            )
+        for token, ids, its_cosines in zip(named, near.tolist(), cosines.tolist()):
             token[variant] = [
                 {"id": row, "token": name(row), "cosine": cosine}
-                for row, cosine in zip(near, cosines)
+                for row, cosine in zip(ids, its_cosines)
             ]
+    # A line for each token and variant, with the token in the first.
     lines = []
     for token in named:
         for variant, shown in _VARIANTS.items():
@@ -127,30 +131,31 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
     # Each row is linked to its nearest one, and what is linked is a group.
     links = sparse.coo_array((near[near], (rows, others)), (len(matrix), len(matrix)))
     _, labels = sparse.csgraph.connected_components(links, directed=False)
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for label in np.unique(labels[rows]):
         members = np.flatnonzero(labels == label)
-        found.append(
+        groups.append(
             {
                 "tokens": [analysis.token(row) for row in members.tolist()],
                 "cosine": float(cosines[near, 0][labels[rows] == label].min()),
                 "identical": all(torch.equal(matrix[members[0]], matrix[row]) for row in members),
             }
         )
-    found.sort(key=lambda group: (not group["identical"], -group["cosine"]))
+    # Identical rows come first, then the nearest.
+    groups.sort(key=lambda group: (not group["identical"], -group["cosine"]))
     lines = []
-    for group in found[:show]:
+    for group in groups[:show]:
         named = [f"{token['id']} {name(token['id'])}" for token in group["tokens"]]
         listed = ", ".join(named[:NEIGHBOURS]) + (", ..." if len(named) > NEIGHBOURS else "")
         cosine = "identical" if group["identical"] else f"{group['cosine']:.4f}"
         lines.append([str(len(named)), cosine, listed])
     note = f"no two rows have a cosine of {DUPLICATE:g} or more"
-    if found:
-        identical = sum(len(group["tokens"]) for group in found if group["identical"])
+    if groups:
+        identical = sum(len(group["tokens"]) for group in groups if group["identical"])
         note = (
             f"{near.sum()} rows have another with a cosine of {DUPLICATE:g} or more, in "
-            f"{len(found)} groups; {identical} are identical to all others of their group"
+            f"{len(groups)} groups; {identical} are identical to all others of their group"
         )
-    columns = ["rows", "cosine", "ids and tokens"] if found else []
+    columns = ["rows", "cosine", "ids and tokens"] if groups else []
     table = Table(columns, lines, f"Duplicates: {analysis.label}", [note], left=(2,))
-    return Answer(analysis, {"duplicates": found}, table)
+    return Answer(analysis, {"duplicates": groups}, table)

@@ -14,7 +14,7 @@ _ROWS = 20_000  # rows from which the axis of a projection is computed
 
 
 def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None = None) -> None:
-    """Draw the rows, projected onto their mean (X) and the direction across it of most variance.
+    """Draw rows [V, H], projected onto their mean (X) and the direction of most variance across it.
 
     Of a large matrix a fixed random sample of the rows is drawn; the mean is that of all rows.
     """
@@ -55,18 +55,18 @@ def plot_norms(
     ax.set(
         title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
     )
-    ax.set_ylim(0)
+    ax.set_ylim(0, auto=True)  # the next one may be larger
 
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
     """Draw the distribution of the norms [V]."""
     _histogram(ax, norms, color, label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
-    ax.set_xlim(0)
+    ax.set_xlim(0, auto=True)
 
 
 def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:
-    """Draw the singular values relative to the largest."""
+    """Draw the singular values [min(V, H)], descending, relative to the largest."""
     ax.plot(range(1, len(values) + 1), values / values[0], color=color, label=label)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
@@ -74,6 +74,7 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
 
 
 def _sample(embeddings: Embeddings) -> Array:
+    """A fixed random sample of the rows, [n, H]."""
     chosen = np.random.default_rng(0).permutation(len(embeddings))[:_ROWS]
     return as_array(as_float64(embeddings[chosen]))
 

@@ -9,9 +9,10 @@ import dataclasses
 import io
 import os
 import re
+import shlex
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from coupled_adam.embeddings.loading import (
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.files import new_folder, write_atomically
+from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
@@ -67,6 +69,30 @@ def can_recenter(config: Mapping[str, Any], role: str) -> bool:
     """
     capped = any(part.get(cap) for part in config_parts(config) for cap in _CAPS)
     return role == "output" and not capped
+
+
+def repair_commands(
+    model: str, revision: str | None, entry: EmbeddingMatrix, dead: Sequence[int]
+) -> tuple[str, str]:
+    """The commands that repair a model and recenter it; empty for one that would be refused.
+
+    Args:
+        dead: the rows of the matrix that are zero or not finite.
+    """
+    path, alive = Path(model), len(entry.matrix) - len(dead)
+    # A run's model is not there before it has finished, and new rows need two to take after.
+    is_there = not is_run(path) or (path / MODEL).exists()
+    if not is_there or alive < 2 or not can_repair(path, entry.config):
+        return "", ""
+    command = f"coupled-adam repair {shlex.quote(model)}"
+    if revision is not None:
+        command += f" --revision {shlex.quote(revision)}"
+    out = "--out NEW.npy" if path.suffix == ".npy" else "--out NEW"
+    needs_repair = {*dead} - {padding_row(entry)}  # which may be zero
+    return (
+        f"{command} {out}" if needs_repair else "",
+        f"{command} --recenter {out}" if can_recenter(entry.config, entry.role) else "",
+    )
 
 
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
@@ -133,8 +159,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
-    if os.path.lexists(out):
-        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    check_outputs(out=out)
     if source.suffix == ".npy" and source.is_file() and out.suffix != ".npy":
         raise UsageError(f"--out {out} must end in .npy, as {source} does")
     model, entries = _load(source)
@@ -259,7 +284,7 @@ def padding_row(entry: EmbeddingMatrix) -> int | None:
 
 
 def _recenter(matrix: Tensor) -> float:
-    """Subtract the mean in place, and return its norm."""
+    """Subtract the mean from a matrix [V, H] in place, and return its norm."""
     mean = geometry.mean_and_norms(matrix)[0]
     for chunk in geometry.row_slices(*matrix.shape):
         matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)

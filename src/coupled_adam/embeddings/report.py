@@ -161,6 +161,8 @@ def _resolve(
     token_ids: TokenIds | None,
     keep: Tensor | NDArray[Any] | None,
 ) -> _Inputs:
+    """Find and check what :func:`analyze` is given."""
+    # The files of a model or a run, which also has counts.
     if isinstance(embeddings, str | Path):
         own_counts = Path(embeddings) / COUNTS
         if counts is None and own_counts.is_file():
@@ -176,6 +178,7 @@ def _resolve(
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
+    # Counts and words are those of the rows to keep.
     measured = None if keep is None else np.asarray(keep)
     if measured is not None and (measured.shape != (rows,) or measured.dtype != np.bool_):
         raise ValueError(
@@ -199,18 +202,19 @@ def _resolve(
 
 @dataclasses.dataclass
 class _Variant:
-    """The rows in one of their three forms, and what the passes find out about them."""
+    """The rows in one of their three forms."""
 
     mean: Tensor  # [H], what is subtracted from each row
     top: Tensor  # [H, n], the directions that are removed then
     squares: Tensor  # [H], the eigenvalues of E^T E, ascending but for those that are removed
     axes: Tensor  # [H, H], and its eigenvectors
     floor: float  # what is not longer is a zero with rounding errors
-    norms: Tensor  # [rows]
-    directions: Tensor  # [H], the sum of the rows at unit norm
-    log_z: Sequence[Array] = ()  # of the rows as they are, and at unit mean norm
+    # What the passes find out.
+    norms: Tensor = dataclasses.field(init=False)  # [rows]
+    directions: Tensor = dataclasses.field(init=False)  # [H], the sum of the rows at unit norm
+    log_z: Sequence[Array] = ()  # [2, n] each, of the rows as they are, and at unit mean norm
 
-    def of(self, block: Tensor) -> Tensor:
+    def changed(self, block: Tensor) -> Tensor:
         """Rows of the matrix [n, H] in this form."""
         block = block - self.mean
         return block - block @ self.top @ self.top.T
@@ -243,33 +247,35 @@ def _spectra(inputs: _Inputs, top: int) -> list[_Variant]:
     gram = geometry.gram(inputs.matrix, mean, inputs.keep)
     squares, axes = torch.linalg.eigh(gram)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
-    raw = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
-    left = len(mean) - top
+    raw_squares, raw_axes = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
+    # The eigenvalues ascend, so that the last directions are the top ones.
+    left, none = len(mean) - top, axes[:, :0]
     squares_left = torch.cat([squares[:left], torch.zeros_like(squares[left:])])
-    forms = (
-        (torch.zeros_like(mean), axes[:, :0], *raw, 0.0),
-        (mean, axes[:, :0], squares, axes, 1e-12 * float(norms.max())),
-        (mean, axes[:, left:], squares_left, axes, 1e-12 * float(norms.max())),
-    )
+    floor = 1e-12 * float(norms.max())
     return [
-        _Variant(center, removed, s, c, floor, torch.zeros_like(norms), torch.zeros_like(mean))
-        for center, removed, s, c, floor in forms
+        _Variant(torch.zeros_like(mean), none, raw_squares, raw_axes, floor=0.0),
+        _Variant(mean, none, squares, axes, floor),
+        _Variant(mean, axes[:, left:], squares_left, axes, floor),
     ]
 
 
 def _norms_and_angles(inputs: _Inputs, variants: list[_Variant]) -> Array:
     """A pass for the norms and directions of each variant; returns e_i . mu, [rows]."""
-    along, start = torch.empty_like(variants[0].norms), 0
+    mean = variants[1].mean
+    rows = len(inputs.matrix) if inputs.keep is None else int(inputs.keep.sum())
+    along, start = torch.empty(rows, dtype=torch.float64), 0
+    for variant in variants:
+        variant.norms, variant.directions = torch.empty_like(along), torch.zeros_like(mean)
     for block in geometry.blocks(inputs.matrix, inputs.keep):
         chunk = slice(start, start + len(block))
         start += len(block)
-        along[chunk] = block @ variants[1].mean
+        along[chunk] = block @ mean
         for variant in variants:
-            rows = variant.of(block)
-            norms = rows.norm(dim=1)
+            changed = variant.changed(block)
+            norms = changed.norm(dim=1)
             used = norms > variant.floor
             variant.norms[chunk] = torch.where(used, norms, 0)
-            variant.directions += torch.where(used, 1 / norms, 0) @ rows
+            variant.directions += torch.where(used, 1 / norms, 0) @ changed
     return as_array(along)
 
 
@@ -295,15 +301,15 @@ def _partitions(inputs: _Inputs, variants: list[_Variant]) -> None:
 
 
 def _measures(inputs: _Inputs, variants: list[_Variant], along: Array) -> list[Measures]:
-    """The measures of the three variants."""
+    """The measures of the three variants; ``along`` is e_i . mu, [rows]."""
     as_is, centered, _ = variants
-    found = []
+    measures = []
     for variant in variants:
         # IsoScore is that of the covariance, by definition.
         spread = centered if variant is as_is else variant
         similarity = None
         if inputs.sets is not None:
-            words = as_array(variant.of(torch.from_numpy(inputs.vectors).to(variant.mean)))
+            words = as_array(variant.changed(torch.from_numpy(inputs.vectors).to(variant.mean)))
             similarity = similarity_of(inputs.words, words, inputs.sets, variant.floor)
         measured = MeasureInputs(
             columns=len(variant.mean),
@@ -318,8 +324,8 @@ def _measures(inputs: _Inputs, variants: list[_Variant], along: Array) -> list[M
             p=inputs.p,
             word_similarity=similarity,
         )
-        found.append(Measures.compute(measured))
-    return found
+        measures.append(Measures.compute(measured))
+    return measures
 
 
 def _matrix_of(module: nn.Module) -> Tensor:

@@ -105,14 +105,14 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
         return {names.get(folder.name, folder.stem): _read(folder)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # The published sets first, in the paper's order.
-    found = {name: path for file, name in names.items() for path in files if path.name == file}
-    found |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
-    if not found:
+    paths = {name: path for file, name in names.items() for path in files if path.name == file}
+    paths |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
+    if not paths:
         raise ValueError(
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED)}"
         )
-    return {name: _read(path) for name, path in found.items()}
+    return {name: _read(path) for name, path in paths.items()}
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -179,7 +179,10 @@ def single_tokens(tokenizer: Any) -> TokenIds:
 def word_vectors(
     embeddings: Embeddings, sets: Sets, token_ids: TokenIds, keep: Mask | None = None
 ) -> tuple[list[str], Array]:
-    """The words of the sets that are single tokens (of those to keep), and their embeddings."""
+    """The words of the sets that are single tokens, and their rows [words, H] of a matrix [V, H].
+
+    Those of rows that are not to be kept, [V] booleans, are left out.
+    """
     check(embeddings)
     # Sorted, so that the order of the words does not depend on Python's hashes.
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
@@ -220,6 +223,7 @@ def similarity_of(
 
 
 def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScore:
+    """The score of words with directions [H] of unit norm."""
     ratings, cosines = [], []
     for (first, second), rating in zip(entry.pairs, entry.ratings):
         if first in directions and second in directions:
@@ -229,11 +233,11 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     # Equal cosines differ by rounding errors, whose correlation would be meaningless.
     if count < 3 or np.ptp(ratings) == 0 or np.ptp(cosines) <= 1e-12:
         return SetScore(None, None, count, total)
-    pearson, spearman = (
+    r, spearman = (
         100 * float(correlation(ratings, cosines).statistic)
         for correlation in (stats.pearsonr, stats.spearmanr)
     )
-    return SetScore(pearson, spearman, count, total)
+    return SetScore(r, spearman, count, total)
 
 
 def _read(path: Path) -> WordSimilaritySet:

@@ -79,23 +79,23 @@ def undertrained(
     norms = geometry.finite_rows(embeddings)[1] if norms is None else norms
     finite = np.isfinite(norms)
     reference = unused & (norms > 0)
-    found, own = indicators(embeddings, norms, reference)
+    values, own = indicators(embeddings, norms, reference)
     order_by: Indicator = "norm" if role == "input" or not reference.any() else "cosine_centered"
     # Rows that are known to be unused are the reference, and need not be found.
-    values = np.where(among & finite & ~reference, found[order_by], np.inf)
-    order = np.argsort(values, kind="stable")[: np.isfinite(values).sum()]
+    key = np.where(among & finite & ~reference, values[order_by], np.inf)
+    order = np.argsort(key, kind="stable")[: np.isfinite(key).sum()]
     limit = float(own[order_by].max()) if reference.sum() >= 3 else -math.inf
-    alike = order[values[order] <= limit]
+    alike = order[key[order] <= limit]
     # A limit that most rows are below tells nothing, as in a model that was not trained.
     is_known = limit > -math.inf and len(alike) <= len(order) / 2
     return Undertrained(
-        found,
-        order_by,
-        order[: math.ceil(share * len(order))],
-        limit if is_known else None,
-        alike if is_known else order[:0],
-        reference,
-        np.flatnonzero(~(norms > 0)),
+        indicators=values,
+        order_by=order_by,
+        candidates=order[: math.ceil(share * len(order))],
+        limit=limit if is_known else None,
+        alike=alike if is_known else order[:0],
+        unused=reference,
+        dead=np.flatnonzero(~(norms > 0)),
     )
 
 
@@ -103,7 +103,7 @@ def indicators(
     embeddings: Embeddings, norms: Array, reference: Mask
 ) -> tuple[dict[Indicator, Array], dict[Indicator, Array]]:
     """The indicators of all rows [V], and those of the reference, as compared with each other."""
-    found: dict[Indicator, Array] = {"norm": norms}
+    values: dict[Indicator, Array] = {"norm": norms}
     own: dict[Indicator, Array] = {"norm": norms[reference]}
     if reference.any():
         mean = geometry.mean_and_norms(embeddings, norms > 0)[0]
@@ -112,13 +112,13 @@ def indicators(
         distances = [
             _distance(block - mean, unused - mean) for block in geometry.blocks(embeddings, finite)
         ]
-        found["cosine_centered"] = np.full(len(norms), np.nan)
-        found["cosine_centered"][finite] = geometry.as_array(torch.cat(distances))
+        values["cosine_centered"] = np.full(len(norms), np.nan)
+        values["cosine_centered"][finite] = geometry.as_array(torch.cat(distances))
         rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
         # The mean without a row follows from that of all of them.
         others = (unused * len(rows) - rows) / (len(rows) - 1)
         own["cosine_centered"] = geometry.as_array(_distance(rows - mean, others - mean))
-    return found, own
+    return values, own
 
 
 def _distance(rows: Tensor, others: Tensor) -> Tensor:

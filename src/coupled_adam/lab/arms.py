@@ -112,6 +112,7 @@ class AdamWArm(_ArmWithBetas):
         embeddings = self.for_embeddings(training, training.betas)
         decay = self.embedding_weight_decay
         groups = _param_groups(model, training, embeddings, embedding_weight_decay=decay)
+        # torch's AdamW has no such option; the groups are the same, so that decay and rates are.
         for group in groups:
             del group["coupled"]
         return AdamW(groups, self.rate(training), training.betas, training.eps)
@@ -160,6 +161,7 @@ class LeanArm(_ArmWithBetas):
         """Create CoupledAdamW with LEAN's options for the embeddings."""
         from coupled_adam import LEAN, CoupledAdamW
 
+        # The arm has a rate of its own.
         embeddings = {key: value for key, value in LEAN.items() if key != "lr_factor"}
         embeddings |= self.for_embeddings(training, LEAN["betas"])
         groups = _param_groups(model, training, embeddings)
@@ -217,6 +219,7 @@ class TableRuleArm(_ArmWithBetas):
         rule = RULES[self.rule]
         embeddings = self.for_embeddings(training, rule.betas)
         groups = _param_groups(model, training, embeddings)
+        # The groups that would be coupled, those of the embeddings, have the rule instead.
         for group in groups:
             if group.pop("coupled"):
                 group |= {"rule": self.rule, **rule.options, **self.rule_options}
@@ -270,6 +273,7 @@ class MuonArm(Arm):
         )
         if positions["params"]:
             optimizer.add_param_group(positions)
+        # Without Coupled Adam the embeddings keep their group, which AdamW then updates.
         for group in optimizer.param_groups:
             group["coupled"] = self.coupled and group.get("coupled", False)
         return optimizer
@@ -297,6 +301,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             f"arms.{name}={options!r} must be an optimizer and its options, such as "
             "{optimizer: lean, lr_factor: 4}",
         )
+        # Lists of values are arms for all their combinations.
         lists = {key: values for key, values in options.items() if isinstance(values, list)}
         for key, values in lists.items():
             require(values, f"arms.{name}.{key}=[] must have at least one value")
@@ -305,6 +310,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             copy = f"{name}-{number}" if lists else name
             require(copy not in arms, f"arms: two would be called {copy}: rename one of them")
+            # The class is known by the optimizer, and checks the options.
             single = {**options, **dict(zip(lists, combination))}
             optimizer = single.get("optimizer")
             require(
@@ -325,6 +331,7 @@ def _param_groups(
     decay = training.weight_decay
     if not training.decay_positions:
         return param_groups(model, embeddings, weight_decay=decay, **options)
+    # Learned positions are embeddings, too, which do not decay unless they are taken out.
     positions = _positions(model, decay)
     options["exclude"] = positions["params"]
     groups = param_groups(model, embeddings, weight_decay=decay, **options)

@@ -9,19 +9,17 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from coupled_adam import files
 from coupled_adam.errors import DivergedError
 from coupled_adam.fields import require
-from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, load_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import (
     on_every_rank,
     on_rank_zero,
@@ -29,8 +27,10 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import check_folder
-from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.train import train
+from coupled_adam.outputs import check_unused, claimed
 from coupled_adam.runs import COMPARISON, REPORT, run_name
 
 
@@ -73,13 +73,14 @@ def compare(
     """
     finished: list[Run] = []
     diverged: list[DivergedError] = []
-    with contextlib.ExitStack() as locks:
+    with contextlib.ExitStack() as claims:
+        # The group ends after the training: rank 0 evaluates alone, and nobody waits in it.
         with process_group(execution.device):
-            claim = files.claimed(out, lambda: _extended(recipe, out, resume))
-            whole = on_rank_zero(lambda: locks.enter_context(claim))
+            claim = claimed(out, lambda: _extended(recipe, out, resume))
+            comparison = on_rank_zero(lambda: claims.enter_context(claim))
             corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
-            text = yaml.safe_dump(whole.to_dict(), sort_keys=False)
-            on_rank_zero(lambda: files.write_atomically(out / COMPARISON, text))
+            text = yaml.safe_dump(comparison.to_dict(), sort_keys=False)
+            on_rank_zero(lambda: write_atomically(out / COMPARISON, text))
             runs = [
                 Run(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -95,13 +96,13 @@ def compare(
                 finished.append(run)
                 # At once if no other process has to wait for it; otherwise after the group.
                 if world_size() == 1:
-                    evaluate_trained(run, corpus, execution)
+                    evaluate_run(run, corpus, device=execution.device)
             is_first = rank() == 0
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
         for run in finished:
-            evaluate_trained(run, corpus, execution)
+            evaluate_run(run, corpus, device=execution.device)
         written = report([out], out / REPORT) if finished else None
         if written is not None:
             on_report(written)
@@ -120,18 +121,13 @@ def train_and_evaluate(
         train(run, corpus, execution)
         is_first = rank() == 0
     if is_first:
-        evaluate_trained(run, corpus, execution)
-
-
-def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str, Any]:
-    """Complete the evaluation of a run that has been trained here, and return it."""
-    return evaluate_run(run, corpus, device=execution.device)
+        evaluate_run(run, corpus, device=execution.device)
 
 
 def _check_claim(run: Run, resume: bool) -> None:
     """Claim the folder of a run for a moment, so that it is refused before the text is prepared."""
     check = functools.partial(check_folder, run)
-    with files.claimed(run.folder, check if resume else lambda: files.check_unused(run.folder)):
+    with claimed(run.folder, check if resume else lambda: check_unused(run.folder)):
         pass
 
 
@@ -143,7 +139,7 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
     """
     stored = stored_recipe(out) if resume else None
     if stored is None:
-        files.check_unused(out, "holds no comparison to resume" if resume else "exists")
+        check_unused(out, "holds no comparison to resume" if resume else "exists")
         return recipe
     joined = recipe.joined(stored)
     # Arms and seeds may be more; all else, and the arms that both have, must be the same.

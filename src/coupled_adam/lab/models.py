@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
+from coupled_adam.fields import require
 from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.sections import Model
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
@@ -59,6 +61,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         )
     default = AutoConfig.for_model(name)
     usual = default.to_dict()
+    # Values that only some architectures have.
     values: dict[str, Any] = {
         "intermediate_size": options.intermediate_size or 4 * options.n_embd,
         "num_key_value_heads": options.n_head,
@@ -66,6 +69,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "pad_token_id": None,
         **{key: 0.0 for key in usual if key.endswith(("dropout", "pdrop"))},
     }
+    # Values that all have, if by other names, which transformers translates.
     own = {
         "vocab_size": options.vocab_size,
         "hidden_size": options.n_embd,
@@ -81,26 +85,38 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         values |= {"n_inner": options.intermediate_size, "activation_function": "gelu"}
     elif name == "stablelm":
         values |= {"use_qkv_bias": False, "partial_rotary_factor": 1.0}
+    _check_config(options, default, {*own}, {*usual, *values})
+    config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
+    return config
+
+
+def _check_config(
+    options: Model, default: PreTrainedConfig, own: set[str], known: set[str]
+) -> None:
+    """Raise UsageError for values of ``model.config`` that are unknown, or what other keys give.
+
+    Args:
+        own: the values that the recipe's other keys give in any architecture.
+        known: all values of the configuration.
+    """
+    name, usual = options.architecture, default.to_dict()
     # A value that a configuration does not know would be stored without any effect.
-    unknown = [key for key in options.config if key not in usual]
-    if unknown:
-        raise UsageError(
-            f"model.config.{unknown[0]} is no value of {name} in transformers: it has "
-            f"{', '.join(sorted(usual))}"
+    for key in options.config:
+        require(
+            key in usual,
+            f"model.config.{key} is no value of {name} in transformers: it has "
+            f"{', '.join(sorted(usual))}",
         )
-    if options.intermediate_size and not {"intermediate_size", "n_inner"} & {*usual, *values}:
-        raise UsageError(
-            f"model.intermediate_size={options.intermediate_size}: {name} has another name for the "
-            f"width of its feed-forward layers: give it in model.config"
-        )
+    require(
+        not options.intermediate_size or {"intermediate_size", "n_inner"} & known,
+        f"model.intermediate_size={options.intermediate_size}: {name} has another name for the "
+        "width of its feed-forward layers: give it in model.config",
+    )
     # A second way to what the recipe checks, and goes by, would be one around its checks.
     given = {*own, "intermediate_size", "dtype"}
     given |= {default.attribute_map.get(key, key) for key in given}  # its own names of these
-    twice = [key for key in options.config if key in given]
-    if twice:
-        raise UsageError(f"model.config.{twice[0]} is what other keys give: leave it out")
-    config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
-    return config
+    for key in options.config:
+        require(key not in given, f"model.config.{key} is what other keys give: leave it out")
 
 
 def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:

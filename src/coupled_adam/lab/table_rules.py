@@ -138,20 +138,20 @@ def lion(g: Tensor, group: Group, state: State) -> Tensor:
 def normalized(
     normalize: Callable[[Tensor], Tensor], g: Tensor, group: Group, state: State
 ) -> Tensor:
-    """A function of the momentum alone, which is the gradient if beta1 = 0."""
+    """A function of the momentum [V, H] alone, which is the gradient if beta1 = 0."""
     m = state.setdefault("exp_avg", torch.zeros_like(g)).lerp_(g, 1 - group["betas"][0])
     step: Tensor = group["lr"] * normalize(m)
     return step
 
 
 def _unit(matrix: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The matrix divided by its root mean squares over some dimensions; zeros stay zeros."""
+    """A matrix [V, H] divided by its root mean squares over some dimensions; zeros stay zeros."""
     norm = matrix.square().mean(dims, keepdim=True).sqrt()
     return matrix / norm.clamp(min=torch.finfo(matrix.dtype).tiny)
 
 
 def _zero_sum(group: Group, step: Tensor) -> Tensor:
-    """The displacement, with its mean removed if the group says so."""
+    """The displacement [V, H], with its mean removed if the group says so."""
     return step - step.mean(0) if group["zero_sum"] else step
 
 

@@ -101,5 +101,6 @@ def held_out_batches(
 
 
 def _blocks(tokens: Tokens | NDArray[Any], starts: range | NDArray[Any], length: int) -> Tensor:
+    """The blocks [n, length + 1] that begin at some places [n] of the tokens."""
     blocks = np.stack([tokens[start : start + length + 1] for start in starts])
     return torch.from_numpy(blocks.astype(np.int64))

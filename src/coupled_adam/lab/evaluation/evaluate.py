@@ -23,14 +23,22 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
-from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
+from coupled_adam.lab.evaluation.load_model import (
+    block_length,
+    check_model,
+    load_model,
+    load_model_tokenizer,
+    load_trained,
+    require_causal,
+)
 from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.run import Run, read_evaluation
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.outputs import sole_writer
 from coupled_adam.runs import EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -84,7 +92,7 @@ def evaluate_run(
     has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    model, trained = loading.load_trained(run, device)
+    model, trained = load_trained(run, device)
 
     def parts() -> Iterator[dict[str, Any]]:
         if not has_loss:
@@ -97,7 +105,7 @@ def evaluate_run(
             # Of a new model: the one that was loaded does not know which biases were frozen.
             number = parameters(recipe, trained.build_model)
             yield {"parameters": number, **measures(model, run.counts())}
-        tokenizer = functools.partial(loading.load_model_tokenizer, folder / MODEL)
+        tokenizer = functools.partial(load_model_tokenizer, folder / MODEL)
         yield from _scores(model, tokenizer, sets, downstream)
 
     for part in parts():
@@ -132,17 +140,17 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
-    loading.check_model(source)
+    check_model(source)
     require(
         batches is None or text is not None,
         "--batches is for the test loss: name a text for it with --text",
     )
-    tokenizer = functools.cache(lambda: loading.load_model_tokenizer(source, revision))
+    tokenizer = functools.cache(lambda: load_model_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
-    model = loading.load_model(source, device, revision)
-    loading.require_causal(model, source)
+    model = load_model(source, device, revision)
+    require_causal(model, source)
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -186,6 +194,7 @@ def held_out_loss(
     """The mean cross-entropy of all complete blocks, or of the first ``sequences``.
 
     Args:
+        tokens: the ids of the text, [tokens].
         losses: the loss of each sequence of a batch, as in a :class:`Variant`.
 
     Returns:
@@ -215,8 +224,8 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
 
     The arguments and errors are those of :func:`evaluate_model`.
     """
-    model = loading.load_model(folder, device)
-    tokens = _tokens_of(text, loading.load_model_tokenizer(folder), model)
+    model = load_model(folder, device)
+    tokens = _tokens_of(text, load_model_tokenizer(folder), model)
     try:
         loss: float = _text_loss(model, tokens, batches)["test_loss"]
     except UsageError:  # it is not finite
@@ -230,7 +239,7 @@ def _tokens_of(
     """The tokens of a text, which are enough for a block of the model."""
     with prefixed_usage_error("--text ", UsageError):
         tokens = text_tokens(text, tokenizer)
-    needed = loading.block_length(model) + 1
+    needed = block_length(model) + 1
     require(
         len(tokens) >= needed,
         f"--text {text} is too short: it has {len(tokens)} tokens, and a block {needed}",
@@ -239,8 +248,9 @@ def _tokens_of(
 
 
 def _text_loss(model: PreTrainedModel, tokens: NDArray[Any], batches: int | None) -> dict[str, Any]:
+    """The loss on the ids [tokens] of a text, in blocks as long as the model allows."""
     sequences = None if batches is None else batches * 8
-    return held_out_loss(model, tokens, loading.block_length(model), sequences)
+    return held_out_loss(model, tokens, block_length(model), sequences)
 
 
 def _scores(
@@ -255,5 +265,5 @@ def _scores(
             report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer()))
         yield {"word_similarity": report.to_dict()}
     if downstream is not None:
-        batch_size = max(1, _TOKENS // loading.block_length(model))
+        batch_size = max(1, _TOKENS // block_length(model))
         yield {"lm_eval": downstream.evaluate(model, tokenizer(), batch_size)}

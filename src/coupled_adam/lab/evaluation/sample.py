@@ -5,7 +5,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.fields import require
-from coupled_adam.lab.evaluation.loading import block_length
+from coupled_adam.lab.evaluation.load_model import block_length
 
 
 @torch.inference_mode()

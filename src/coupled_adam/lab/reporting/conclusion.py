@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +22,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """
     experiments = groups(frame, "experiment")
     paragraphs = [
-        (f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else "")
+        (f"{_common(experiment.experiment)}: " if len(experiments) > 1 else "")
         + " ".join(_sentences(experiment))
         for experiment in experiments
     ]
@@ -35,33 +36,40 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     return paragraphs
 
 
+def _common(column: "pd.Series[Any]") -> Any:
+    """What all runs of an experiment, or of an arm, have in a column."""
+    return column.iloc[0]
+
+
 def _sentences(experiment: pd.DataFrame) -> list[str]:
     arms = groups(experiment, "setup")
     baseline = baseline_of(arms)
-    chosen = ""
+    notes = []
+    # Of the arms of a sweep only the best is compared.
     if len(arms) > experiment.family.nunique():
         arms = _best_of_each(experiment)
-        losses = [f"{arm.label.iloc[0]} ({arm.valid_loss.mean():.3f})" for arm in arms]
-        chosen = f"The arms with the lowest validation loss are {'; '.join(losses)}."
+        losses = [f"{_common(arm.label)} ({arm.valid_loss.mean():.3f})" for arm in arms]
+        notes.append(f"The arms with the lowest validation loss are {'; '.join(losses)}.")
         baseline = baseline_of(arms)
     rivals = [arm for arm in arms if arm is not baseline]
-    of_choice = [*([chosen] if chosen else []), *_states(arms)]
+    notes += _states(arms)
     if baseline is None or not rivals:
-        return ["A comparison needs runs with AdamW and with another optimizer.", *of_choice]
+        return ["A comparison needs runs with AdamW and with another optimizer.", *notes]
+    # With one seed the losses are shown, and how to find out more.
     if experiment.seed.nunique() == 1:
-        folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
+        folder, command = _common(experiment.run).folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-        losses = [f"{arm.label.iloc[0]} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
+        losses = [f"{_common(arm.label)} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
         return [
             f"Test loss with one seed: {'; '.join(losses)}.",
-            *of_choice,
+            *notes,
             f"One seed cannot tell whether a loss is lower; three can:{command}",
         ]
     sentences = [_loss(baseline, arm) for arm in rivals]
     if len(rivals) > 1:
         sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
-    return [*sentences, *of_choice]
+    return [*sentences, *notes]
 
 
 def _best_of_each(experiment: pd.DataFrame) -> list[pd.DataFrame]:
@@ -82,13 +90,13 @@ def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
     if not np.isfinite(sizes).all():
         return []
     texts = [f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in sizes]
-    named = (f"{text} ({arm.label.iloc[0]})" for arm, text in zip(arms, texts))
+    named = (f"{text} ({_common(arm.label)})" for arm, text in zip(arms, texts))
     return [f"Optimizer state of the embeddings: {', '.join(named)}."]
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:
     """The sentence about an arm's test loss."""
-    name, reference = arm.label.iloc[0], baseline.label.iloc[0]
+    name, reference = _common(arm.label), _common(baseline.label)
     test = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS))
     if test is None:
         return f"{name} and {reference} have fewer than two seeds in common: no test is possible."

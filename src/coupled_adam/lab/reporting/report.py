@@ -12,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.fields import require
-from coupled_adam.files import check_unused, claimed, new_file, read, remove, write_atomically
+from coupled_adam.files import new_file, read, remove, write_atomically
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
@@ -26,6 +26,7 @@ from coupled_adam.lab.reporting.results import (
     shown_columns,
     summary_csv,
 )
+from coupled_adam.outputs import check_unused, claimed
 from coupled_adam.rendering.tables import Table
 
 _WRITTEN = ".files.json"

@@ -55,7 +55,7 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
 
 def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
     """The options of an arm, the mean time of its runs, and links to them."""
-    first: Run = arm.run.iloc[0]
+    first: Run = arm.run.iloc[0]  # for what its runs have in common
     options = {"optimizer": first.setup.optimizer, **first.setup.options}
     speeds = arm.run.map(lambda run: run.tokens_per_second)
     minutes = (first.recipe.tokens / 60 / speeds).mean()
@@ -70,10 +70,11 @@ def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
 
 def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
     """What the letters and words mean that the page uses, and no others."""
+    # Only what the table or the arms' labels show is explained.
     headers = " ".join(table.columns).replace(",", "").split()
     labels = " ".join(frame.label)
     yield from (meaning for name, meaning in _HEADERS.items() if name in headers)
-    measures = [measure for measure in COLUMNS.values() if measure.title in table.columns]
+    measures = [measure for measure in COLUMNS.values() if measure.header in table.columns]
     yield small_print(measures)
     yield from (meaning for option, meaning in _OPTIONS.items() if option in labels)
 
@@ -81,7 +82,7 @@ def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
 _HEADERS = {
     "D": "D: training tokens",
     "N": "N: parameters",
-    "centred": "centred: with the mean removed",
+    "centered": "centered: with the mean removed",
 }
 _OPTIONS = {
     "f = ": "f: the learning rate of the embeddings, relative to that of all other parameters",

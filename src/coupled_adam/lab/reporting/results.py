@@ -1,7 +1,7 @@
 """The table of results, and its CSV files."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -118,7 +118,10 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     than = "each of the others"
     if bold == "adamw":
-        than = "AdamW, or AdamW better than the only other optimizer"
+        adamw = "AdamW"
+        if sum(row.run.setup.optimizer == "adamw" for row in rows) > 1:
+            adamw += " (of several, the one with the lowest validation loss)"
+        than = f"{adamw}, or AdamW better than the only other optimizer"
     if max(len(row.runs) for row in rows) == 1:
         return ["One seed, so neither deviation nor test."]
     return [
@@ -140,30 +143,30 @@ def results_table(
 
     If it is titled, the title names the experiments, and D and N where all rows have the same.
     """
-    names = [*dict.fromkeys(row.run.experiment for row in rows)]
+    experiments = [*dict.fromkeys(row.run.experiment for row in rows)]
     sizes = {(short(row.run.tokens), short(row.run.parameters)) for row in rows}
-    title = ", ".join(names) if titled else ""
-    # The columns before the metrics, and what a row has in them; the names are on the left.
-    lead: dict[str, Callable[[Any], str]] = {}
-    if titled and len(sizes) == 1:
+    title = ", ".join(experiments) if titled else ""
+    has_sizes = not titled or len(sizes) > 1
+    if not has_sizes:
         title += ": D = {} tokens, N = {} parameters".format(*next(iter(sizes)))
-    else:
-        lead = {"D": lambda run: short(run.tokens), "N": lambda run: short(run.parameters)}
-    left = range(len(lead), len(lead) + 1 + (len(names) > len(sizes)))
-    if len(names) > len(sizes):  # experiments of one size are told apart by their names
-        lead["recipe"] = lambda run: run.experiment
-    lead["Optimizer"] = lambda run: run.label
+    # Experiments of one size are told apart by their names.
+    has_names = len(experiments) > len(sizes)
+    before = [*["D", "N"] * has_sizes, *["recipe"] * has_names, "Optimizer"]
+    names = range(2 * has_sizes, len(before))  # the columns of words, which are set to the left
     lines: list[list[str | Cell] | str] = []
+    experiment = experiments[0]
     for row in rows:
         # An empty line sets experiments apart.
-        if row.run.experiment != names[0]:
-            names.remove(names[0])
+        if row.run.experiment != experiment:
+            experiment = row.run.experiment
             lines.append("")
-        cells = [row.metrics[column.key].cell for column in columns]
+        size = [short(row.run.tokens), short(row.run.parameters)] if has_sizes else []
+        name = [row.run.experiment] if has_names else []
         number = [str(len(row.runs))] if seeds else []
-        lines.append([*(text(row.run) for text in lead.values()), *cells, *number])
-    header = [*lead, *(column.title for column in columns), *(["seeds"] if seeds else [])]
-    return Table(header, lines, title, notes, left=left)
+        cells = [row.metrics[column.key].cell for column in columns]
+        lines.append([*size, *name, row.run.label, *cells, *number])
+    header = [*before, *(column.header for column in columns), *["seeds"] * seeds]
+    return Table(header, lines, title, notes, left=names)
 
 
 def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:

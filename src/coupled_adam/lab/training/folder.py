@@ -18,6 +18,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.run import Run, read_evaluation, read_log
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import environment
+from coupled_adam.outputs import claimed
 from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, METRICS, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -33,7 +34,7 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
             run; or is in use by another process.
     """
     folder = run.folder
-    locks.enter_context(files.claimed(folder, lambda: check_folder(run)))
+    locks.enter_context(claimed(folder, lambda: check_folder(run)))
     if not (folder / CONFIG).exists():
         facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
         files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
@@ -112,7 +113,7 @@ def save_model(
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Save an array as .npy, completely or not at all."""
+    """Save an array of any shape as .npy, completely or not at all."""
     content = io.BytesIO()
     np.save(content, values)
     files.write_atomically(path, content.getvalue())

@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.run import read_log
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.runs import METRICS
 
 LOG_EVERY = 10

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from coupled_adam.errors import DivergedError
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.config import Execution
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from coupled_adam.optim.sharded import full_tensor
@@ -82,6 +82,7 @@ class LanguageModel(pl.LightningModule):
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clip the norm of all gradients; raise DivergedError if it is not finite."""
+        # The norm is needed for the log as well, so it is not left to Lightning.
         parameters = [p for p in self.parameters() if p.grad is not None]
         total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, total)
@@ -130,7 +131,7 @@ class LanguageModel(pl.LightningModule):
 
     def validation_step(self, batch: list[Tensor]) -> None:
         """Add the losses of this process's share of a held-out batch."""
-        blocks, counted = batch
+        blocks, counted = batch  # [batch, length + 1], and [batch] booleans
         losses = self.variant.sequence_losses(self.model, blocks)
         self._valid += torch.stack([losses[counted].sum(), counted.sum()])
 

@@ -20,8 +20,8 @@ from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoints
-from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
+from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.loss import sequence_losses

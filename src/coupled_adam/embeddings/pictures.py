@@ -55,14 +55,14 @@ def plot_norms(
     ax.set(
         title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
     )
-    ax.set_ylim(0)
+    ax.set_ylim(0, auto=True)  # the next one may be larger
 
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
     """Draw the distribution of the norms [V]."""
     _histogram(ax, norms, color, label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
-    ax.set_xlim(0)
+    ax.set_xlim(0, auto=True)
 
 
 def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:

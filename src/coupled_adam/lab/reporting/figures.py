@@ -45,10 +45,10 @@ def _first_seeds(experiment: pd.DataFrame) -> pd.DataFrame:
 def _main(experiment: pd.DataFrame) -> dict[str, Draw]:
     """The two or four most informative pictures of an experiment, by file name."""
     colors = plots.arm_colors(experiment)
-    # A model for each optimizer, as more clouds could not be told apart: its arm with the lowest
+    # A model for each family, as more clouds could not be told apart: its arm with the lowest
     # validation loss.
     first = _first_seeds(experiment).sort_values("valid_loss", kind="stable")
-    best = first.drop_duplicates("optimizer").sort_index()
+    best = first.drop_duplicates("family").sort_index()
     models = [run for run in best.run if run.has_model]
     pictures: dict[str, Draw] = {
         "loss": (

@@ -118,7 +118,10 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     than = "each of the others"
     if bold == "adamw":
-        than = "AdamW, or AdamW better than the only other optimizer"
+        adamw = "AdamW"
+        if sum(row.run.setup.optimizer == "adamw" for row in rows) > 1:
+            adamw += " (of several, the one with the lowest validation loss)"
+        than = f"{adamw}, or AdamW better than the only other optimizer"
     if max(len(row.runs) for row in rows) == 1:
         return ["One seed, so neither deviation nor test."]
     return [

@@ -64,31 +64,14 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 
     The first moment is left to ``apply_coupled``, as to update it here would move as many bytes.
     """
-    across, parts, block = _grid(matrix.grad)
-    sums = _empty(matrix.grad, parts, matrix.grad.shape[1])
-    _launch_sums(matrix.grad, (across, parts), block, sums, None)
-    return Sums(sums.sum(0) if matrix.row_ranks else sums)
-
-
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums over the columns, [rows]."""
-    across, parts, block = _grid(matrix.grad)
-    sums = _empty(matrix.grad, across, len(matrix.grad))
-    _launch_sums(matrix.grad, (across, parts), block, None, sums)
-    return sums.sum(0)
-
-
-def _launch_sums(
-    grad: Tensor,
-    grid: tuple[int, int],
-    block: tuple[int, int],
-    sums: Tensor | None,
-    row_sums: Tensor | None,
-) -> None:
+    grad = matrix.grad
+    across, parts, block = _grid(grad)
+    sums = _empty(grad, parts, grad.shape[1])
     rows, columns = grad.shape
     if columns:
         with _launching_on(grad):
-            _sums[grid](grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS)
+            _sums[across, parts](grad, *grad.stride(), sums, rows, columns, *block, **_OPTIONS)
+    return Sums(sums.sum(0) if matrix.row_ranks else sums)
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
@@ -270,8 +253,7 @@ def _launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
 @triton.jit
 def _sums(
     grad, row_stride, column_stride,
-    sums, row_sums,  # with LEAN in the place of sums
-    rows, columns,
+    sums, rows, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -285,13 +267,8 @@ def _sums(
         mask = (row < rows)[:, None] & inside[None, :]
         place = _place(row, row_stride, column, column_stride)
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        if sums is not None:
-            total += g * g
-        if row_sums is not None:
-            place = tl.program_id(0) * rows + row
-            tl.store(row_sums + place, tl.sum(g * g, axis=1), mask=row < rows)
-    if sums is not None:
-        tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
+        total += g * g
+    tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts", "t"])

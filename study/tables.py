@@ -300,7 +300,7 @@ def _readme() -> Table:
     ]
     columns = [
         "embeddings",
-        "optimizer state of V x H",
+        "optimizer state (V tokens, width H)",
         "time of the update of 128,256 x 4,096 on an H200, relative to the fused AdamW ↓",
         "test loss of 0.37M parameters after 9,768 steps ↓",
         "norm of the mean embedding, relative to the mean norm ↓",

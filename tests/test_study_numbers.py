@@ -354,8 +354,10 @@ def test_settings_that_were_written_down_first():
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/study/README.md")
     ]
     of_mean, *of_others = (" ".join(page.split()) for page in (*readmes, PAGE))
-    eight = "After 75 to 1,200 steps, in eight settings of 0.16M to 1.2M parameters, it is"
-    assert f"{eight} {expected[0]:.2f} higher" in of_mean
+    eight = (
+        "After 75 to 1,200 steps, in eight settings of 0.16M to 1.2M parameters, the loss of `LEAN`"
+    )
+    assert f"{eight} is {expected[0]:.2f} higher" in of_mean
     low_and_high = " to ".join(f"{number:.3f}" for number in expected[1:])
     assert f"{expected[0]:.3f} higher on average ({low_and_high})" in of_others[0]
     assert (
@@ -861,9 +863,7 @@ def test_short_runs_of_coupled_adam():
     """What docs/practice.md says of ``CoupledAdamW(model)`` alone, as losses on validation."""
     page = " ".join((ROOT / "docs/practice.md").read_text(encoding="utf-8").split())
     text = page.split("**`CoupledAdamW(model)` alone**")[1]
-    shown = re.search(
-        r"loss is (\S+), and still (\S+) with .* AdamW has (\S+) and `LEAN` (\S+) ", text
-    )
+    shown = re.search(r"loss is (\S+), or (\S+) at its .* AdamW has (\S+) and `LEAN` (\S+) ", text)
     names = [
         *(("learning_rate", "lr=0.005 coupled"), ("between", "coupled n=6")),
         *(("between", "adamw n=9"), ("settings", "1.2M lean 0 0.99 n=8")),

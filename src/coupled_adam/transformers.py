@@ -9,7 +9,6 @@ import contextlib
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -39,7 +38,7 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
         )
     # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
     given = _options_of(trainer.args, options)
-    nothing = [{"params": [nn.Parameter(torch.zeros(1, 1))], "coupled": True}]
+    nothing = param_groups(nn.Embedding(2, 2), given.get("embeddings", "coupled"))
     CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _OF_GROUPS})
     factory: Any = CoupledAdamWFactory  # which Trainer takes, though it asks for an optimizer
     trainer.optimizer_cls_and_kwargs = (factory, {"args": trainer.args, **options})

@@ -115,6 +115,8 @@ def test_options_in_text(tmp_path):
         ("", {"model": None}, TypeError, "model=None is no option"),
         ("", {"lr_factor": 2}, ValueError, "lr_factor=2 is an option of the embeddings"),
         ("eps=-1", {}, ValueError, "Invalid epsilon value: -1|eps"),
+        ("vocab_dim=1", {}, ValueError, "vocab_dim=1 has no effect"),
+        ("", {"embeddings": "lean", "zero_sum": True}, ValueError, "zero_sum=True has no effect"),
     ],
 )
 def test_what_is_mistyped_is_refused_at_once(text, options, error, message, tmp_path):

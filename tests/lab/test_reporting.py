@@ -291,6 +291,7 @@ def test_report(comparison):
     for header in ("Iso at unit norm", "Iso centered, at unit norm", "ρ as published"):
         assert header in page
         assert header not in (out / "table.md").read_text()
+    assert "centered: with the mean removed" in page
     with (out / "runs.csv").open() as file:
         losses = [float(row["test_loss"]) for row in csv.DictReader(file)]
     assert losses == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]

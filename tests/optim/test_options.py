@@ -95,6 +95,29 @@ def test_what_embeddings_sets_is_no_argument(build, option):
 
 
 @pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize(
+    ("name", "value"), [("coupled", True), ("coupled", False), ("vocab_dim", 1), ("vocab_dim", 0)]
+)
+def test_what_a_model_says_is_no_argument(cls, name, value):
+    """It would have no effect: the error shows how matrices are named instead."""
+    match = rf"{name}={value} has no effect.*leave it out.*tables=\{{'embed.W_E': 0"
+    own = nn.Parameter(torch.ones(H, V))
+    sized = {"vocab_size": V}
+    for given, more in (
+        (model(), {}),
+        (model(), sized),
+        (param_groups(model()), {}),
+        ([own], sized),
+    ):
+        with pytest.raises(ValueError, match=match):
+            cls(given, **{name: value}, **more)
+    optimizer = cls([own], coupled=True, vocab_dim=1)  # but of parameters nothing else says it
+    assert optimizer.param_groups[0]["vocab_dim"] == 1
+    with pytest.raises(ValueError, match=f"Invalid {name}: 2"):
+        cls(model(), **{name: 2})
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
 def test_options_that_embeddings_leaves_open(cls):
     optimizer = cls(
         model(), embeddings={"betas": (0.0, 0.9)}, zero_sum=True, second_moment_scale=0.5

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coupled_adam import CoupledAdam, CoupledAdamW
+from coupled_adam.optim.sharded import full_tensor
 from optim.cases import assert_as_oracle, in_rows, laid_out, oracle_of
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -20,6 +21,11 @@ SHAPES = [(rows, columns) for rows in ROWS for columns in COLUMNS if rows * colu
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.5, 0.3), (0.05, 0.75))
 KINDS = ({}, {}, {"fused": True}, {"fused": False}, {"foreach": True}, {"differentiable": True})
+
+
+def whole(x):
+    """A copy, with the parts of all ranks."""
+    return full_tensor(x.detach()).clone()
 
 
 class Configuration:
@@ -63,7 +69,11 @@ class Configuration:
 
     def leaf(self, shape):
         is_leaf = "differentiable" not in self.options
-        return laid_out(self.normal(shape), self.layouts[0]).requires_grad_(is_leaf)
+        return self.placed(self.normal(shape), self.layouts[0]).requires_grad_(is_leaf)
+
+    def placed(self, values, layout):
+        """A matrix as the optimizer gets it."""
+        return laid_out(values, layout)
 
     def normal(self, shape):
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64)
@@ -77,7 +87,7 @@ class Configuration:
             occurs = torch.rand(p.shape[vocab_dim], generator=self.generator) < 0.4
             occurs[0] = False
             g = g * occurs.unsqueeze(1 - vocab_dim)
-        return laid_out(g.to(self.dtype), self.layouts[1])
+        return g.to(self.dtype)
 
     def optimizer(self):
         groups = [
@@ -85,6 +95,11 @@ class Configuration:
             for group in self.groups
         ]
         return self.cls(groups, **self.options)
+
+    def stored(self, optimizer, p):
+        """Copies of a parameter and its state, whole."""
+        state = optimizer.state.get(p, {})
+        return whole(p), {name: whole(x) for name, x in state.items()}
 
     def __str__(self):
         lines = [f"{name} = {value}" for name, value in vars(self).items() if name != "matrices"]
@@ -101,11 +116,11 @@ def reloaded(c, optimizer):
     return fresh
 
 
-def check(seed):
+def check(c):
     """Take the steps of a configuration beside the oracle."""
-    c = Configuration(seed)
     print(c)
     optimizer = c.optimizer()
+    stored = [c.stored(optimizer, p) for _, p in c.matrices]
     for step in range(4):
         # What a user may do between two steps
         if step == c.new_betas_at:
@@ -123,16 +138,18 @@ def check(seed):
             optimizer.grad_scale = torch.tensor(scale)
             optimizer.found_inf = torch.tensor(float(overflows))
         for (_, p), grad in zip(c.matrices, grads):
-            p.grad = None if is_missing else laid_out(grad * scale, c.layouts[1])
+            p.grad = None if is_missing else c.placed(grad * scale, c.layouts[1])
 
         # One step by each, from the same place
-        oracles = [oracle_of(c.cls, group, p, optimizer.state.get(p)) for group, p in c.matrices]
+        oracles = [oracle_of(c.cls, group, *s) for (group, _), s in zip(c.matrices, stored)]
         optimizer.step()
+        optimizer.state_dict()  # which waits for what ranks still add up
         is_stepped = not is_missing and not overflows
-        for (group, p), oracle, grad in zip(c.matrices, oracles, grads):
+        stored = [c.stored(optimizer, p) for _, p in c.matrices]
+        for (group, _), oracle, grad, now in zip(c.matrices, oracles, grads, stored):
             if is_stepped:
                 oracle.step(in_rows(grad, group))
-            assert_as_oracle(c.cls, group, p, optimizer.state.get(p, {}), oracle, is_stepped)
+            assert_as_oracle(c.cls, group, *now, oracle, is_stepped)
 
 
 @pytest.mark.filterwarnings("ignore:.*in the first step only")  # in small matrices
@@ -141,4 +158,4 @@ def check(seed):
     "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 1100))]
 )
 def test_random_configurations(seed):
-    check(seed)
+    check(Configuration(seed))

@@ -1,5 +1,7 @@
 """The update of a coupled matrix: against the float64 oracle, and what holds for any data."""
 
+import collections
+import sys
 import warnings
 
 import pytest
@@ -256,3 +258,27 @@ def test_a_subclass_whose_slices_are_copies(options):
     refused = optimizer_of([q], vocab_dim=1, **options)
     with pytest.raises(RuntimeError, match="Quantized, whose transpose may be a copy"):
         refused.step()
+
+
+@pytest.mark.parametrize("embeddings", ["coupled", "lean"])
+def test_a_step_like_the_one_before(embeddings):
+    """Checks nothing anew, and calls few functions: that is what small matrices cost."""
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64, bias=False))
+    optimizer = CoupledAdamW(model, embeddings=embeddings, vocab_size=64)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    calls = collections.Counter()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("coupled_adam."):
+            calls[frame.f_code.co_name] += 1
+
+    for _ in range(3):
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+    assert not calls.keys() & {"check_parameter", "fit_state", "choose", "is_plain_memory"}
+    assert calls.total() <= 60

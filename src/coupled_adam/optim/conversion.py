@@ -1,6 +1,7 @@
 """Checkpoints of torch's optimizers and of other options: what they become, and what is refused."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from coupled_adam.optim.state import (
     entry_shape,
     layout_of,
     moment_dtype,
+    new_moment,
 )
 from coupled_adam.optim.warn import warn
 
 State = dict[str, Tensor]
 
-_ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
+_ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("exp_avg_sq",)
 _MUONS = ("momentum_buffer",)
 
 
@@ -115,51 +117,66 @@ def _warn_of_changes(groups: list[Group], saved_groups: list[Group]) -> None:
 
 def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
     """A loaded state as its group needs it, and its second moments again, if it is coupled."""
-    p, second_moments = group["params"][index], {}
-    problem = _damage(state, p)
-    if not group["coupled"]:
+    p = group["params"][index]
+    try:
+        _check_entries(state, p)
+        if group["coupled"]:
+            return _adapted_to_coupled(group, p, state)
         shapes = dict.fromkeys(("exp_avg", *SECOND_MOMENTS, "momentum_buffer"), p.shape)
         is_muons = "ns_steps" in group  # of MuonWithCoupledAdam
-        problem = problem or _misfit(state, _MUONS if is_muons else _ADAMS, shapes)
-    elif not problem:
-        needed = entries(group)
-        # Pieces of flattened matrices need the state of such pieces, with the same options.
-        required = ("step", *(needed.keys() - {"exp_avg"})) if p.dim() == 1 else _COUPLEDS
-        problem = _misfit(state, required, {})
-        if not problem:
-            second_moments = _second_moments(group, p, state)
-            if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
-                # What is not finite would reach all rows through LEAN's mean update.
-                state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
-            unneeded = MOMENTS - needed.keys()  # what is neither Adam's nor ours stays
-            state = {n: x for n, x in {**state, **second_moments}.items() if n not in unneeded}
-            shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
-            problem = _misfit(state, (), shapes)
-    if problem:
-        raise ValueError(f"cannot load the state of {describe(group, index)}: {problem}")
-    return state, second_moments
+        _check_shapes(state, _MUONS if is_muons else _ADAMS, shapes)
+    except ValueError as error:
+        message = f"cannot load the state of {describe(group, index)}: {error}"
+        raise ValueError(message) from None
+    return state, {}
 
 
-def _damage(state: State, p: Tensor) -> str | None:
-    """What is wrong with a loaded state, whatever its options are."""
+def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, State]:
+    needed = entries(group)
+    # 1. The second moments, converted; pieces of flattened matrices need those of such pieces
+    is_whole = p.dim() == 2
+    _check_shapes(
+        state, ("step", *(_COUPLEDS if is_whole else sorted(needed.keys() - {"exp_avg"}))), {}
+    )
+    names = state.keys() & MOMENTS - {"exp_avg"}
+    moments = {name: state[name].to(moment_dtype(p)) for name in names}
+    if is_whole:
+        moments |= _converted(group, p, moments)
+    for name, dim in needed.items():
+        if dim is not None and name not in moments:  # it begins now
+            moments[name] = new_moment(group, p, dim)
+    # 2. The first moment: what is not finite would reach all rows through LEAN's mean update
+    if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
+        state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
+    # 3. What is neither Adam's nor ours stays
+    state = {n: x for n, x in {**state, **moments}.items() if n not in MOMENTS - needed.keys()}
+    _check_shapes(state, (), {name: entry_shape(group, p, dim) for name, dim in needed.items()})
+    moments = {
+        name: sharded.place_moment(moments[name], p, dim).to(p.device)
+        for name, dim in needed.items()
+        if dim is not None
+    }
+    return {**state, **moments}, moments
+
+
+def _check_entries(state: State, p: Tensor) -> None:
+    """Raise ValueError if a loaded state is damaged, whatever its options are."""
     if "exp_avg_sq_row" in state:
-        return (
+        raise ValueError(
             "its exp_avg_sq_row is that of a LEAN that counted the first gradient twice. Load the "
             "model's weights alone, and begin with a new optimizer"
         )
-    for name, value in state.items():
-        if name == "step" and not _is_count(value):
-            return f"its step is {value!r}, and must be a number from 0 on"
-        if name not in MOMENTS:
-            continue
+    if "step" in state and not _is_count(state["step"]):
+        raise ValueError(f"its step is {state['step']!r}, and must be a number from 0 on")
+    for name in sorted(state.keys() & MOMENTS):
+        value = state[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            return f"its {name} is no floating-point tensor, but {value!r:.80}"
+            raise ValueError(f"its {name} is no floating-point tensor, but {value!r:.80}")
         if sharded.is_dtensor(value) != sharded.is_dtensor(p):
-            return (
+            raise ValueError(
                 f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. "
                 f"{HOW_TO_LOAD}"
             )
-    return None
 
 
 def _is_count(step: Any) -> bool:
@@ -170,52 +187,33 @@ def _is_count(step: Any) -> bool:
     return isinstance(step, float | int) and 0 <= step < math.inf
 
 
-def _misfit(state: State, required: tuple[str, ...], shapes: dict[str, torch.Size]) -> str | None:
-    """The first entry that is missing, or has another shape."""
+def _check_shapes(state: State, required: Iterable[str], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError if an entry is missing, or has another shape."""
     for name in required:
         if name not in state:
-            hint = (
-                ": name it in adamw=, or leave out its state" if name == "momentum_buffer" else ""
-            )
-            return f"it has no {name}{hint}"
+            hint = ": name it in adamw=, or leave out its state" if name in _MUONS else ""
+            raise ValueError(f"it has no {name}{hint}")
     for name, shape in shapes.items():
         if name in state and state[name].shape != shape:
-            return (
+            raise ValueError(
                 f"its {name} has the shape {list(state[name].shape)}, but must have {list(shape)}. "
                 "Does the checkpoint belong to this model, with the parameters in the same order?"
             )
-    return None
 
 
-def _second_moments(group: Group, p: Tensor, state: State) -> State:
-    """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
-    vocab_dim, dtype = group["vocab_dim"], moment_dtype(p)
-    names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
-    moments = {name: state[name].to(dtype) for name in names}
-    if p.dim() == 2:
-        nu = moments["exp_avg_sq"]
-        if nu.shape == p.shape:
-            if is_lean(group):
-                moments |= _lean_of_adam(nu, vocab_dim)
-            else:
-                moments |= {
-                    name: _mean(moments[name], vocab_dim)
-                    for name in moments.keys() & {*SECOND_MOMENTS}
-                    if moments[name].shape == p.shape
-                }
-        elif is_lean(group) and ROW_MOMENT not in moments:
-            moments |= _lean_of_coupled(nu, p, vocab_dim)
-        elif not is_lean(group) and ROW_MOMENT in moments:
-            moments["exp_avg_sq"] = _coupled_of_lean(nu, moments[ROW_MOMENT])
-    placed = {}
-    for name, dim in entries(group).items():
-        if dim is None:
-            continue
-        if name not in moments:  # it begins now
-            placed[name] = sharded.zero_moment(p, dim, dtype)
-        elif moments[name].shape == entry_shape(group, p, dim):
-            placed[name] = sharded.place_moment(moments[name], p, dim).to(p.device)
-    return placed
+def _converted(group: Group, p: Tensor, moments: State) -> State:
+    """What other options' second moments of a matrix become, where the shared one is another."""
+    vocab_dim, nu = group["vocab_dim"], moments["exp_avg_sq"]
+    if nu.shape == p.shape and is_lean(group):
+        return _lean_of_adam(nu, vocab_dim)
+    if nu.shape == p.shape:
+        names = moments.keys() & {*SECOND_MOMENTS}
+        return {n: _mean(moments[n], vocab_dim) for n in names if moments[n].shape == p.shape}
+    if is_lean(group) and ROW_MOMENT not in moments:
+        return _lean_of_coupled(nu, new_moment(group, p, 1 - vocab_dim))
+    if not is_lean(group) and ROW_MOMENT in moments:
+        return {"exp_avg_sq": _coupled_of_lean(nu, moments[ROW_MOMENT])}
+    return {}
 
 
 def _lean_of_adam(v: Tensor, vocab_dim: int) -> State:
@@ -224,10 +222,9 @@ def _lean_of_adam(v: Tensor, vocab_dim: int) -> State:
     return _lean(r, nu * v.shape[vocab_dim])
 
 
-def _lean_of_coupled(nu: Tensor, p: Tensor, vocab_dim: int) -> State:
+def _lean_of_coupled(nu: Tensor, zeros: Tensor) -> State:
     """LEAN's r [V] and nu [H] of Coupled Adam's nu, which does not tell the rows apart."""
-    r = sharded.zero_moment(p, 1 - vocab_dim, nu.dtype) + _mean_of(nu)
-    return _lean(r, nu * p.shape[vocab_dim])
+    return _lean(zeros + _mean_of(nu), nu * len(zeros))
 
 
 def _lean(r: Tensor, sums: Tensor) -> State:

@@ -74,7 +74,8 @@ class CoupledAdam(torch.optim.Adam):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.Adam`, with the same
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
-        coupled (bool): whether the rows of each matrix in the group share a second moment.
+        coupled (bool, optional): whether the rows of each matrix in the group share a second
+            moment, by default False. A model or ``vocab_size`` says it instead.
         second_moment_scale (float, optional): positive factor applied to the shared second moment,
             the 2^-n of Scaled Coupled Adam (Sec. 6.1), by default 1. Affects coupled groups only.
         row_exponent (float, optional): a between 0 and 1, by default 0. With a > 0 the step size of
@@ -84,8 +85,8 @@ class CoupledAdam(torch.optim.Adam):
         zero_sum (bool, optional): subtract the mean of the rows' updates from each of them, so that
             a step does not move the mean embedding, except by weight decay and rounding. This goes
             beyond the paper, too. Affects coupled groups only.
-        vocab_dim (int): the dimension that indexes the tokens: 0 for [V, H], 1 for [H, V].
-            Affects coupled groups only.
+        vocab_dim (int, optional): the dimension that indexes the tokens: 0 for [V, H], the default,
+            or 1 for [H, V]. Affects coupled groups only. A model or ``vocab_size`` says it instead.
         stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
             small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
             bfloat16 parameters of coupled groups only.
@@ -132,11 +133,11 @@ class CoupledAdam(torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        coupled: bool = False,
+        coupled: bool | None = None,
         second_moment_scale: float | None = None,
         row_exponent: float | None = None,
         zero_sum: bool | None = None,
-        vocab_dim: int = 0,
+        vocab_dim: int | None = None,
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
@@ -168,15 +169,10 @@ class CoupledAdam(torch.optim.Adam):
         coupling = {name: value for name, value in coupling.items() if value is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
-        for name in ("second_moment_scale", "row_exponent", "zero_sum"):
-            # What the groups of a model set, they set for all coupled matrices.
-            of_groups = groups[-1] if isinstance(groups, ParamGroups) and groups else of_embeddings
-            if name in coupling and name in of_groups:
-                raise ValueError(
-                    f"{name}={coupling[name]!r} has no effect, as embeddings= sets {name} to "
-                    f"{of_groups[name]!r}: change it there, as in "
-                    f"embeddings=LEAN | {{{name!r}: {coupling[name]!r}}}"
-                )
+        # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.
+        is_found = isinstance(groups, ParamGroups) or vocab_size is not None
+        of_groups = groups[-1] if isinstance(groups, ParamGroups) and groups else of_embeddings
+        _refuse_what_groups_set(coupling, of_groups, is_found)
         self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
@@ -355,16 +351,13 @@ class CoupledAdam(torch.optim.Adam):
             check_parameter(group, index)
             fit_state(group, index, self.state[p])
         state = self.state[p]
-        matrix = CoupledMatrix.of(group, p, p.grad, state, number)
-        if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
-            pieces = [*flat.matrices(matrix, flat.shards_of(group)[p])]
-            for piece in pieces:
-                piece.kernel = flat
-            return pieces
-        matrix.kernel = kernel or kernels.choose(matrix)
+        whole = CoupledMatrix.of(group, p, p.grad, state, number)
+        matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
+        for matrix in matrices:
+            matrix.kernel = kernel or kernels.choose(matrix)
         if kernel is None and (key := description(group, p, state)) is not None:
-            self._checked[key] = matrix.kernel
-        return [matrix]
+            self._checked[key] = whole.kernel
+        return matrices
 
     def _update_uncoupled(
         self,
@@ -504,11 +497,11 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         # By name, since frameworks such as litgpt pass on what they find in the signature.
-        coupled: bool = False,
+        coupled: bool | None = None,
         second_moment_scale: float | None = None,
         row_exponent: float | None = None,
         zero_sum: bool | None = None,
-        vocab_dim: int = 0,
+        vocab_dim: int | None = None,
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
@@ -516,6 +509,31 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     ) -> None:
         options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}
         super().__init__(**options, decoupled_weight_decay=True)
+
+
+def _refuse_what_groups_set(
+    coupling: Mapping[str, Any], of_groups: Mapping[str, Any], is_found: bool
+) -> None:
+    """Raise ValueError for an argument that has no effect, as the coupled groups set it.
+
+    Args:
+        coupling: the arguments.
+        of_groups: the options of the coupled groups, or of ``embeddings``.
+        is_found: whether a model, or ``vocab_size``, says which matrices are coupled.
+    """
+    for name, value in coupling.items():
+        if name in ("coupled", "vocab_dim") and is_found:
+            raise ValueError(
+                f"{name}={value!r} has no effect beside a model or vocab_size=, which say which "
+                "matrices embed tokens and how they are stored: leave it out, or name them, as in "
+                "param_groups(model, tables={'embed.W_E': 0, 'unembed.W_U': 1}), 1 for [H, V]"
+            )
+        if name in ("second_moment_scale", "row_exponent", "zero_sum") and name in of_groups:
+            raise ValueError(
+                f"{name}={value!r} has no effect, as embeddings= sets {name} to "
+                f"{of_groups[name]!r}: change it there, as in "
+                f"embeddings=LEAN | {{{name!r}: {value!r}}}"
+            )
 
 
 def _name_parameters(group: dict[str, Any], others: list[dict[str, Any]]) -> None:

@@ -54,10 +54,10 @@ class FlatShard:
         """The piece, as a view of the tensor that holds it."""
         return flat[self.start : None if self.numel is None else self.start + self.numel]
 
-    def fits(self, size: int) -> bool:
-        """Whether the piece lies within a tensor of this size, and within a matrix."""
-        length = size - self.start if self.numel is None else self.numel
-        lies_within = 0 <= self.start <= self.start + length <= size
+    def fits(self, p: Tensor) -> bool:
+        """Whether the piece lies within a tensor of one dimension, and within a matrix."""
+        length = p.numel() - self.start if self.numel is None else self.numel
+        lies_within = p.dim() == 1 and 0 <= self.start <= self.start + length <= p.numel()
         is_matrix = len(self.shape) == 2 and min(self.shape) > 0
         return lies_within and is_matrix and 0 <= self.offset <= math.prod(self.shape) - length
 
@@ -74,6 +74,11 @@ def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     }
 
 
+def shapes(group: dict[str, Any], p: Tensor) -> list[tuple[int, ...]]:
+    """The shape of a parameter, or those of the matrices of which pieces lie in it."""
+    return [shard.shape for shard in shards_of(group).get(p, ())] or [p.shape]
+
+
 class Segment(NamedTuple):
     """A matrix within a piece, and the tokens and features of the whole that it holds."""
 
@@ -82,14 +87,13 @@ class Segment(NamedTuple):
     features: slice
 
 
-def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[CoupledMatrix]:
+def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
     """The flattened matrices of which pieces lie in a parameter.
 
-    Args:
-        parameter: the parameter, and the vectors of all matrices one after the other.
-        shards: the pieces.
+    Its vectors are those of all matrices, one after the other.
     """
     vocab_dim = parameter.group["vocab_dim"]
+    shards = shards_of(parameter.group)[parameter.parameter]
     features = [shard.shape[1 - vocab_dim] for shard in shards]
     tokens = [shard.shape[vocab_dim] for shard in shards]
 
@@ -131,14 +135,13 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     from coupled_adam.optim.kernels import choose
 
     assert matrix.shard is not None
-    is_coupled = matrix.row_exp_avg_sq is None
     width, offset = matrix.shard.shape[1], matrix.shard.offset
     start, stop = 0, matrix.param.numel()
 
     def of(vector: Tensor | None, place: slice) -> Any:
         if vector is None:
             return None
-        return vector[place].clone() if is_coupled else vector[place]
+        return vector[place] if matrix.is_lean else vector[place].clone()
 
     while start < stop:
         row, column = divmod(offset + start, width)
@@ -194,11 +197,13 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
 
 
 def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """Add up the sums of the segments, [rows]; also of tokens that are elsewhere."""
+    """The sums of g^2 over the columns of the piece, [rows]; also of tokens that are elsewhere."""
+    from coupled_adam.optim.kernels import blocks
+
     assert matrix.row_exp_avg_sq is not None
     total = torch.zeros_like(matrix.row_exp_avg_sq, dtype=_wide(matrix))
     for segment in split(matrix):
-        total[segment.tokens] += segment.matrix.kernel.sum_rows(segment.matrix)
+        total[segment.tokens] += blocks.sum_rows(segment.matrix)
     return total
 
 

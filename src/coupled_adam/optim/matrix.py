@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import sharded
+from coupled_adam.optim.options import is_lean
 from coupled_adam.optim.rounding import Noise
 from coupled_adam.optim.sharded import PLAIN, Ranks
 
@@ -28,8 +29,7 @@ OPTIONS: dict[str, Any] = {
 class Kernel(Protocol):
     """The passes over a matrix, implemented by a module.
 
-    Coupled Adam takes ``sum_squares`` and ``apply_coupled``, and LEAN takes ``lean``, after
-    ``sum_rows`` where rows are cut.
+    Coupled Adam takes ``sum_squares`` and ``apply_coupled``, and LEAN takes ``lean``.
 
     Attributes:
         SKIPS_ON_DEVICE: whether it reads ``skip`` and ``t`` on the device. If it cannot, the host
@@ -50,9 +50,6 @@ class Kernel(Protocol):
 
         ``sums`` are those over all ranks.
         """
-
-    def sum_rows(self, matrix: "CoupledMatrix") -> Tensor:
-        """Sum the squared gradient over this rank's columns, [rows]."""
 
     def lean(
         self, matrix: "CoupledMatrix", weights: Tensor | None, scalars: "Scalars"
@@ -93,6 +90,8 @@ class CoupledMatrix:
         has_gradient: whether there is a gradient, on this rank as far as others are not known;
             otherwise ``grad`` is zeros.
         index: the matrix's number among the optimizer's, which makes its rounding noise its own.
+        is_lean: whether LEAN updates it, and there is ``row_exp_avg_sq``.
+        has_penalty: whether weight decay is Adam's L2 penalty, which is added to the gradient.
         row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
             (see :func:`sharded.add_up`).
         shard: where the piece of a flattened matrix lies; None for all other matrices.
@@ -115,6 +114,8 @@ class CoupledMatrix:
     beta1: float | Tensor
     beta2: float | Tensor
     no_host_reads: bool
+    is_lean: bool
+    has_penalty: bool
     has_gradient: bool = True
     index: int = 0
     row_ranks: Ranks = ()
@@ -181,6 +182,8 @@ class CoupledMatrix:
             beta1=as_python_number(beta1, no_host_reads),
             beta2=as_python_number(beta2, no_host_reads),
             no_host_reads=no_host_reads,
+            is_lean=is_lean(group),
+            has_penalty=group["weight_decay"] != 0 and not group["decoupled_weight_decay"],
             has_gradient=has_gradient,
             index=index,
             row_ranks=row_ranks,
@@ -203,11 +206,6 @@ class CoupledMatrix:
         """What a step writes, for autograd: all tensors but the gradient."""
         matrices = [self.param] if self.exp_avg is None else [self.param, self.exp_avg]
         return [*matrices, *self.vectors]
-
-    @property
-    def has_penalty(self) -> bool:
-        """Whether weight decay is Adam's L2 penalty, which is added to the gradient."""
-        return self.group["weight_decay"] != 0 and not self.group["decoupled_weight_decay"]
 
     @property
     def has_whole_rows(self) -> bool:

@@ -155,11 +155,14 @@ def param_groups(
             continue
         m = embedding_of.get(p)
         is_hidden = m is None and not is_vector(name, p)
-        decay = weight_decay if is_hidden else 0.0 if m is None else embedding_weight_decay
         group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
-        if m is not None and m in coupled:
-            group |= {**options, "vocab_dim": m.vocab_dim}
+        if m is None:
+            decay = weight_decay if is_hidden else 0.0
+        elif m in coupled:
             decay = coupled_decay
+            group |= {**options, "vocab_dim": m.vocab_dim}
+        else:
+            decay = embedding_weight_decay
         has_head_lr = head_lr is not None and m is not None and m.is_head
         if has_head_lr:
             group.pop("lr_factor", None)

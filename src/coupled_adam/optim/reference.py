@@ -64,11 +64,6 @@ def update_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> No
     _write(matrix, values, scalars)
 
 
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums of g^2 over this rank's columns, [rows]."""
-    return matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(1)
-
-
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
     """Update r [V], m and e [V, H]; return what :func:`finish` needs for nu and d.
 

@@ -165,14 +165,11 @@ def mean_over(values: Tensor, dim: int) -> Tensor:
 
 
 def zero_moment(p: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for a mean of ``p`` over a dimension, with the layout of :func:`moment_placements`."""
-    columns = to_local(p).shape[1 - dim]
-    local = torch.zeros(columns, dtype=dtype, device=p.device)
-    if not is_dtensor(p):
-        return local
+    """Zeros for a mean of a DTensor over a dimension, laid out by :func:`moment_placements`."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(p, DTensor)
+    local = torch.zeros(p.to_local().shape[1 - dim], dtype=dtype, device=p.device)
     whole: Tensor = DTensor.from_local(
         local,
         p.device_mesh,

@@ -4,6 +4,7 @@ A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}`
 """
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.matrix import is_plain_memory
 from coupled_adam.optim.options import Group, check_options, has_momentum, is_lean
 from coupled_adam.optim.warn import warn
 
@@ -119,31 +119,29 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
     None for what is not a whole matrix in plain tensors, which is checked at every step.
     """
     grad = p.grad
-    if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or group.get("flat_shards"):
+    if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or p.dim() != 2:
         return None
     if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
         return None
-    named = {name: state[name] for name in MOMENTS if name in state}
-    tensors = [("", p), ("grad", grad), *named.items()]
-    options = tuple(group[name] for name in _DECISIVE)
-    return (
-        tuple(group["betas"]),
-        *options,
-        *(
-            (name, x.dtype, x.device, x.shape, x.stride(), is_plain_memory(x))
-            for name, x in tensors
-        ),
-    )
+    layouts = [  # by all that is_plain_memory asks, too
+        x
+        if x is None
+        else (type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg(), x._is_zerotensor())
+        for x in (p, grad, *map(state.get, MOMENTS))
+    ]
+    return tuple(group["betas"]), _decisive(group), *layouts
 
 
-_DECISIVE = ("row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable")
+_decisive = operator.itemgetter(
+    "row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable"
+)
 
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
     if (shards := flat.shards_of(group).get(p)) is not None:
         for shard in shards:
-            if p.dim() != 1 or not shard.fits(p.numel()):
+            if not shard.fits(p):
                 raise ValueError(
                     f"cannot couple {describe(group, index)} as {shard}: a piece must lie in a "
                     "parameter with one dimension, and in a matrix [V, H]"
@@ -203,14 +201,19 @@ def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
     """The shape of an entry for ``p``, or for all matrices of which ``p`` holds pieces."""
     if dim is None:
         return p.shape
-    if p.dim() == 1:
-        return torch.Size([sum(shard.shape[1 - dim] for shard in flat.shards_of(group)[p])])
-    return p.shape[1 - dim : 2 - dim]
+    return torch.Size([sum(shape[1 - dim] for shape in flat.shapes(group, p))])
 
 
 def moment_dtype(p: Tensor) -> torch.dtype:
     """The dtype of second moments: float32 or wider."""
     return torch.promote_types(p.dtype, torch.float32)
+
+
+def new_moment(group: Group, p: Tensor, dim: int) -> Tensor:
+    """Zeros for a second moment, the mean of ``p`` over a dimension."""
+    if sharded.is_dtensor(p):
+        return sharded.zero_moment(p, dim, moment_dtype(p))
+    return torch.zeros(entry_shape(group, p, dim), dtype=moment_dtype(p), device=p.device)
 
 
 def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
@@ -245,11 +248,8 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             continue
         if dim is None:
             state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        elif p.dim() == 1:  # pieces of matrices
-            shape = entry_shape(group, p, dim)
-            state[name] = torch.zeros(shape, dtype=moment_dtype(p), device=p.device)
         else:
-            state[name] = sharded.zero_moment(p, dim, moment_dtype(p))
+            state[name] = new_moment(group, p, dim)
 
 
 def _zero_step(group: Group, p: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or grad.is_meta or type(grad) is not Tensor or p.dim() == 1 or is_lean(group):
+    if type(grad) is not Tensor or grad.is_meta or grad.dim() != 2 or is_lean(group):
         return
     rows = p.shape[group["vocab_dim"]]
     active = grad.count_nonzero(1 - group["vocab_dim"]).count_nonzero()

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from coupled_adam.optim import reference
-from coupled_adam.optim.kernels import choose
+from coupled_adam.optim import flat, reference
+from coupled_adam.optim.kernels import blocks, choose
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, as_python_number
-from coupled_adam.optim.options import is_lean
 from coupled_adam.optim.rounding import noise_of
 from coupled_adam.optim.sharded import Ranks, Reduction
 
@@ -83,7 +82,7 @@ def update(
     for matrix in matrices:
         # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
         penalized = with_penalty(matrix, factor) if matrix.has_penalty else matrix
-        (lean if is_lean(matrix.group) else coupled).append(penalized)
+        (lean if matrix.is_lean else coupled).append(penalized)
     if coupled:
         update_coupled(coupled, factor, found_inf)
     if lean:
@@ -165,7 +164,7 @@ def _sum_rows(
     """
     vectors = []
     for matrix in matrices:
-        rows = matrix.kernel.sum_rows(matrix)
+        rows = _squares_of_rows(matrix)
         # Of a flattened matrix each rank has all of nu, which does not change the mean.
         nu = torch.stack([x.to(rows) for x in reference.finite_sum(matrix.exp_avg_sq)])
         vectors.append((matrix, torch.cat([rows, nu]), matrix.column_ranks))
@@ -174,6 +173,15 @@ def _sum_rows(
         matrix.has_gradient = _is_stepping(matrix, total)
         whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
     return whole_rows
+
+
+def _squares_of_rows(matrix: CoupledMatrix) -> Tensor:
+    """The sums of g^2 over this rank's columns, [rows]."""
+    if matrix.shard is not None:
+        return flat.sum_rows(matrix)
+    if matrix.no_host_reads:  # what records the step sees no blocks
+        return matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(1)
+    return blocks.sum_rows(matrix)
 
 
 def _is_capturing(x: Tensor) -> bool:
@@ -232,12 +240,12 @@ def _advance(
 ) -> Scalars | None:
     """Count the step, and return its numbers; None if the host skips it."""
     skip = None
-    # The weights of rows that are cut come from the reference, which cannot skip.
-    is_cut = is_lean(matrix.group) and not matrix.has_whole_rows
-    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE and not is_cut:
-        skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
-    elif found_inf is not None and found_inf.item():
-        return None
+    if found_inf is not None:
+        # The weights of rows that are cut come from the reference, which cannot skip.
+        if matrix.kernel.SKIPS_ON_DEVICE and (matrix.has_whole_rows or not matrix.is_lean):
+            skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
+        elif found_inf.item():
+            return None
     t = _count(matrix, skip)
     scale: float | Tensor = 1.0
     decay: float | Tensor = 1.0

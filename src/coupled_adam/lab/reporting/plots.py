@@ -35,13 +35,13 @@ OPTIMIZER_COLORS = {
 
 
 def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
-    """A color for each arm: its optimizer's, lighter for each further arm with that optimizer."""
+    """A color for each arm: its optimizer's, darker for each further arm with that optimizer."""
     colors: dict[str, str] = {}
     for optimizer, arms in frame.groupby("optimizer", sort=False).arm:
         names = arms.unique()
         color = np.array(matplotlib.colors.to_rgb(OPTIMIZER_COLORS[str(optimizer)]))
-        for name, lightness in zip(names, np.linspace(0, 0.6, len(names))):
-            colors[name] = matplotlib.colors.to_hex(color + lightness * (1 - color))
+        for name, darkness in zip(names, np.linspace(0, 0.6, len(names))):
+            colors[name] = matplotlib.colors.to_hex((1 - darkness) * color)
     return colors
 
 

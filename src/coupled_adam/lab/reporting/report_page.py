@@ -3,6 +3,7 @@
 import base64
 import math
 import os
+import shlex
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ def _experiment(run: Run) -> dict[str, Any]:
         "name": run.recipe.name,
         "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
         "environment": {
-            "command": " ".join(made.get("command", [])),
+            "command": shlex.join(made.get("command", [])),
             "git commit": made.get("git_commit"),
             "machine": f"{made.get('processor')}, {made.get('cores')} cores; {gpus}",
             "python": made.get("python"),

@@ -62,7 +62,7 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
 
     Args:
-        bold: ``"adamw"``: an arm is bold where it is better than plain AdamW. AdamW is bold if
+        bold: ``"adamw"``: an arm is bold where it is better than the baseline. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
     """
@@ -118,10 +118,9 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     than = "each of the others"
     if bold == "adamw":
-        adamw = "AdamW"
-        if sum(row.run.setup.optimizer == "adamw" for row in rows) > 1:
-            adamw += " (of several, the one with the lowest validation loss)"
-        than = f"{adamw}, or AdamW better than the only other optimizer"
+        baselines = {row.run.label for row in rows if row.run.is_baseline}
+        than = baselines.pop() if len(baselines) == 1 else "the best AdamW in validation"
+        than += ", or this better than the only other optimizer"
     if max(len(row.runs) for row in rows) == 1:
         return ["One seed, so neither deviation nor test."]
     return [

@@ -1,4 +1,4 @@
-"""Fast implementations of the two passes over a matrix, ``sum_squares`` and ``apply``.
+"""Fast implementations of the passes over a matrix.
 
 Each is a module that implements :class:`coupled_adam.optim.matrix.Kernel`: ``native`` is written in
 C, for CPUs; ``triton`` is for GPUs; ``blocks`` is the reference, block by block, for everything
@@ -74,8 +74,7 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
     tensors = [*matrix.matrices, *matrix.vectors]
     # LEAN needs whole rows in one program, with an address for each element that has no neighbour.
     is_strided = any(x.stride(1) != 1 for x in matrix.matrices)
-    is_lean = matrix.row_exp_avg_sq is not None
-    if is_lean and param.shape[1] > (_WIDEST // 4 if is_strided else _WIDEST):
+    if matrix.is_lean and param.shape[1] > (_WIDEST // 4 if is_strided else _WIDEST):
         return False
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -47,7 +47,6 @@ typedef struct {
     double share;
     /* Written by sum_squares, [H], read by apply; written by lean, [2 H + 1], as in reference.py. */
     double *sums;
-    void *row_sums; /* [V]: written by sum_squares in the place of sums, for LEAN with cut rows */
     /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
      * (r / row_correction / rho)^-exponent, where rho is the mean of nu / nu_correction. If r is NULL,
      * the weights are given. */
@@ -63,7 +62,7 @@ typedef struct {
     double *sums;          /* [H], or lean's [2 H + 1] */
     const void *step_size; /* for apply; see place in native_passes.h */
     int64_t padded;        /* columns, rounded up to a multiple of 64 */
-    double *memory;        /* 8 times as many numbers, to work with, of which sum_squares uses 4 */
+    double *memory;        /* 8 times as many numbers, to work with */
 } Share;
 
 typedef void Pass(Share *);
@@ -184,7 +183,7 @@ static int sum(Pass *pass, Update *u, int64_t size) {
     if (memory == NULL) return 1;
     run(pass, shares, count);
     for (int i = 1; i < count; i++) /* in a fixed order, so that results are reproducible */
-        for (int64_t j = 0; u->sums != NULL && j < size; j++) u->sums[j] += shares[i].sums[j];
+        for (int64_t j = 0; j < size; j++) u->sums[j] += shares[i].sums[j];
     free(memory);
     return 0;
 }
@@ -194,7 +193,7 @@ static const Passes *passes(const Update *u) { return &PASSES[coupled_adam_instr
 /* All of these return 0 on success, or 1 if memory could not be allocated; nothing has been changed
  * then. */
 
-/* Write sums or row_sums. */
+/* Write sums. */
 int coupled_adam_sum_squares(Update *u) { return sum(passes(u)->sum_squares, u, u->columns); }
 
 /* Update nu and its maximum, the first moment unless sum_squares has, and the parameter. */

@@ -37,8 +37,7 @@ class _Record(ctypes.Structure):
         *((f"noise_{name}", ctypes.c_uint32) for name in ("key", "row", "column")),
         ("update_moment", ctypes.c_int32),
         ("share", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("sums", "row_sums")),
-        *((name, ctypes.c_void_p) for name in ("row_exp_avg_sq", "weights", "mean_update")),
+        *((name, ctypes.c_void_p) for name in ("sums", "row_exp_avg_sq", "weights", "mean_update")),
         *((name, ctypes.c_double) for name in ("row_share", "row_correction")),
         *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
         ("finish", ctypes.c_int32),
@@ -84,14 +83,6 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     _set_scalars(record, matrix, scalars)
     _call("coupled_adam_apply", record)
     increment_version(matrix.changed)  # tell autograd, as torch's own operations do
-
-
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """Sum the squared gradient over the columns, [rows]."""
-    record, rows = _record(matrix), torch.empty_like(matrix.row_exp_avg_sq)  # type: ignore[arg-type]
-    record.row_sums = rows.data_ptr()
-    _call("coupled_adam_sum_squares", record)
-    return rows
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:

@@ -69,13 +69,12 @@ typedef struct {
     const Update *update;
     T *rows[KINDS][ROWS];         /* from column `origin` on; NULL where there is nothing to do */
     int64_t origin;
-    VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
     uint32_t key[ROWS];           /* of the random numbers */
     /* Of Coupled Adam, in which missing rows are replaced by zeros. */
-    int64_t row[ROWS];            /* negative for a row of zeros */
     WIDE *sums;                   /* the columns' sums of squares, over some rows */
     const WIDE *step_size;
     /* Of LEAN. */
+    VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
     WIDE *vectors;                /* over the columns, a cache line of each after the other */
     WIDE weight[ROWS];            /* of the first moment */
     WIDE scaled[ROWS];            /* of the gradient: weight times factor */
@@ -113,25 +112,19 @@ ALWAYS_INLINE static void NAME(lerp)(const NAME(Lerp) *lerp, T *moment, const T 
     NAME(store)(moment, values, NULL);
 }
 
-/* Sum the squared gradient over the rows and over the columns. With `moment` also update the first
- * moment. */
+/* Sum the squared gradient over the rows. With `moment` also update the first moment. */
 ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t count, const int moment) {
     const NAME(Lerp) lerp = NAME(lerp_of)(group->update, 1);
     WIDE *sums = group->sums + start;
     const T *g[ROWS];
     T *m[ROWS];
-    VECTOR squares[ROWS][PIECES];
-    for (int r = 0; r < ROWS; r++) {
-        g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r);
-        for (int piece = 0; piece < PIECES; piece++) squares[r][piece] = group->squares[r][piece];
-    }
+    for (int r = 0; r < ROWS; r++) g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r);
     for (int64_t i = 0; i < count; i += LINE) {
         for (int v = 0; v < VECTORS; v++) {
             VECTOR square[ROWS];
             for (int r = 0; r < ROWS; r++) {
                 const VECTOR x = NAME(load)(g[r] + i, v);
                 square[r] = x * x;
-                squares[r][v % PIECES] += square[r];
             }
             VECTOR *total = (VECTOR *)(sums + i) + v;
             *total += (square[0] + square[1]) + (square[2] + square[3]);
@@ -142,8 +135,6 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
             if (moment) NAME(lerp)(&lerp, m[r] + i, g[r] + i);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int piece = 0; piece < PIECES; piece++) group->squares[r][piece] = squares[r][piece];
 }
 
 /* As constants, the options cost nothing where they are not used. */
@@ -271,40 +262,43 @@ ALWAYS_INLINE static WIDE NAME(add_lanes)(const VECTOR *lanes) {
     return (quarter[0] + quarter[LANES / 8]) + (quarter[1] + quarter[LANES / 4 - 1]);
 }
 
-/* What a thread does in a pass of Coupled Adam. */
+/* What a thread does in a pass. */
 typedef struct {
     Share *share;
     NAME(Columns) *loops[2]; /* over columns; NULL if there is nothing to do */
     int count;               /* rows at a time */
-    T *no_row;               /* zeros */
+    int is_update;           /* of the parameter; otherwise the pass only sums */
+    T *no_row, *no_param;    /* zeros, and what stands for a missing row of what is written */
     double *total;           /* sums over all rows */
+    int64_t active;          /* LEAN's rows that have had a gradient */
     GROUP group;
 } NAME(Work);
 
-/* Go to the rows `row`, `row + run`, `row + 2 run`, ..., as far as they are below `last`. */
-static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run, int64_t last) {
+/* The memory, all zeros: up to four vectors for the loops, two for the totals, two rows. */
+static NAME(Work) NAME(begin)(Share *share, int count, int is_update) {
+    const int64_t size = share->padded;
+    memset(share->memory, 0, 8 * (size_t)size * sizeof(double));
+    return (NAME(Work)){.share = share,
+                        .count = count,
+                        .is_update = is_update,
+                        .total = share->memory + 4 * size,
+                        .no_row = (T *)(share->memory + 6 * size),
+                        .no_param = (T *)(share->memory + 7 * size),
+                        .group = {.update = share->update}};
+}
+
+/* Go to the rows `row`, `row + run`, `row + 2 run`, ..., as far as they are this thread's. */
+static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run) {
     const Update *u = work->share->update;
     GROUP *group = &work->group;
     for (int r = 0; r < work->count; r++, row += run) {
-        const int none = row >= last;
-        group->row[r] = none ? -1 : row;
-        group->rows[GRAD][r] = none ? work->no_row : (T *)u->grad + row * u->grad_stride;
+        const int is_row = row < work->share->last;
+        group->rows[GRAD][r] = is_row ? (T *)u->grad + row * u->grad_stride : work->no_row;
         if (u->exp_avg != NULL)
-            group->rows[MOMENT][r] = none ? work->no_row : (T *)u->exp_avg + row * u->exp_avg_stride;
-        if (work->share->step_size == NULL) continue;
-        group->rows[PARAM][r] = none ? work->no_row : (T *)u->param + row * u->param_stride;
+            group->rows[MOMENT][r] = is_row ? (T *)u->exp_avg + row * u->exp_avg_stride : work->no_param;
+        if (!work->is_update) continue;
+        group->rows[PARAM][r] = is_row ? (T *)u->param + row * u->param_stride : work->no_param;
         group->key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
-    }
-}
-
-/* Write the sums of rows that are cut, of which other ranks or segments have the rest. */
-static void NAME(store_row_sums)(NAME(Work) *work) {
-    GROUP *group = &work->group;
-    for (int r = 0; r < ROWS; r++) {
-        const int64_t row = group->row[r];
-        if (row >= 0 && work->share->update->row_sums != NULL)
-            ((WIDE *)work->share->update->row_sums)[row] = NAME(add_lanes)(group->squares[r]);
-        memset(group->squares[r], 0, sizeof group->squares[r]);
     }
 }
 
@@ -320,56 +314,46 @@ static void NAME(collect)(NAME(Work) *work) {
 
 /* Work on rows that are `run` rows apart, block by block, so that the second loop finds in the cache
  * what the first has written. */
-static void NAME(over_rows)(NAME(Work) *work, int64_t row, int64_t run, int64_t last) {
+static void NAME(over_rows)(NAME(Work) *work, int64_t row, int64_t run) {
     const int64_t columns = work->share->update->columns;
-    const int64_t block = work->loops[0] == NULL || work->loops[1] == NULL ? columns : BLOCK / (int64_t)sizeof(T);
-    NAME(go_to)(work, row, run, last);
+    const int is_one = work->loops[0] == NULL || work->loops[1] == NULL;
+    const int64_t block = is_one ? columns : BLOCK / (int64_t)sizeof(T);
+    NAME(go_to)(work, row, run);
     for (int64_t start = 0; start < columns; start += block) {
         const int64_t stop = start + block < columns ? start + block : columns;
         for (int loop = 0; loop < 2; loop++)
             if (work->loops[loop] != NULL)
                 NAME(over)(work->loops[loop], &work->group, start, stop);
     }
-    if (work->share->step_size == NULL) NAME(store_row_sums)(work);
 }
 
-/* A pass over a thread's rows, which are divided into `count` runs. */
+/* A pass over a thread's rows, which are divided into runs; the rest is runs of one row. */
 static void NAME(pass)(NAME(Work) *work) {
-    Share *share = work->share;
-    const Update *u = share->update;
-    const int sums = share->step_size == NULL;
-    const int64_t size = share->padded;
-    memset(share->memory, 0, (size_t)(sums ? 3 : 1) * (size_t)size * sizeof(double));
-    work->no_row = (T *)share->memory;
-    work->total = share->memory + size;
-    GROUP *group = &work->group;
-    group->update = u;
-    group->step_size = share->step_size;
-    group->sums = (WIDE *)(share->memory + 2 * size);
-
-    const int64_t run = (share->last - share->first) / work->count;
+    const Share *share = work->share;
+    const int64_t run = (share->last - share->first) / work->count, rest = share->first + work->count * run;
     for (int64_t done = 0; done < run; done++) {
-        NAME(over_rows)(work, share->first + done, run, share->last);
-        if (sums && done % SUM_ROWS == SUM_ROWS - 1) NAME(collect)(work);
+        NAME(over_rows)(work, share->first + done, run);
+        if (!work->is_update && done % SUM_ROWS == SUM_ROWS - 1) NAME(collect)(work);
     }
-    const int64_t rest = share->first + work->count * run;
-    if (rest < share->last) NAME(over_rows)(work, rest, 1, share->last);
-    if (!sums || u->sums == NULL) return;
-    NAME(collect)(work);
-    for (int64_t i = 0; i < u->columns; i++) share->sums[i] = work->total[NAME(place)(i)];
+    if (rest < share->last) NAME(over_rows)(work, rest, 1);
 }
 
 static void NAME(sum_squares)(Share *share) {
-    NAME(Work) work = {.share = share, .count = ROWS};
-    work.loops[0] = share->update->update_moment ? NAME(square_moment_columns) : NAME(square_columns);
+    const Update *u = share->update;
+    NAME(Work) work = NAME(begin)(share, ROWS, 0);
+    work.loops[0] = u->update_moment ? NAME(square_moment_columns) : NAME(square_columns);
+    work.group.sums = (WIDE *)share->memory;
     NAME(pass)(&work);
+    NAME(collect)(&work);
+    for (int64_t i = 0; i < u->columns; i++) share->sums[i] = work.total[NAME(place)(i)];
 }
 
 static void NAME(apply)(Share *share) {
     const Update *u = share->update;
-    NAME(Work) work = {.share = share, .count = 2};
+    NAME(Work) work = NAME(begin)(share, 2, 1);
     if (u->exp_avg != NULL && !u->update_moment) work.loops[0] = NAME(moment_columns);
     work.loops[1] = u->stochastic ? NAME(update_stochastically_columns) : NAME(update_columns);
+    work.group.step_size = share->step_size;
     NAME(pass)(&work);
 }
 
@@ -451,21 +435,6 @@ LEAN_COLUMNS(lean_stochastically_columns, 0, 1)
 LEAN_COLUMNS(lean_moment_columns, 1, 0)
 LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
 
-/* The squares of some rows before the first of them is updated. */
-static void NAME(lean_first)(GROUP *group, int64_t count) {
-    for (int r = 0; r < ROWS; r++) {
-        const int64_t whole = count / LINE * LINE;
-        T last[LINE] = {0};
-        memcpy(last, group->rows[NEXT][r] + whole, (size_t)(count - whole) * sizeof(T));
-        memset(group->squares[r], 0, sizeof group->squares[r]);
-        for (int64_t i = 0; i < count; i += LINE)
-            for (int v = 0; v < VECTORS; v++) {
-                const VECTOR x = NAME(load)(i < whole ? group->rows[NEXT][r] + i : last, v);
-                group->squares[r][v % PIECES] += x * x;
-            }
-    }
-}
-
 /* A row's weight from its squares, and the new r; or the weight that is given. */
 static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares) {
     if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
@@ -488,14 +457,79 @@ static double NAME(relative)(const Update *u) {
     return sum == 0 ? 1 : pow(sum / (double)finite, u->exponent) * pow(u->nu_correction, -u->exponent);
 }
 
+/* Go to rows, and take their weights from their squares. */
+static void NAME(lean_go_to)(NAME(Work) *work, int64_t row, int64_t run) {
+    const Update *u = work->share->update;
+    GROUP *group = &work->group;
+    NAME(go_to)(work, row, run);
+    for (int r = 0; r < ROWS; r++, row += run) {
+        const int is_row = row < work->share->last;
+        const WIDE weight = is_row ? NAME(lean_weight)(u, row, group->squares[r]) : 0;
+        memset(group->squares[r], 0, sizeof group->squares[r]);
+        work->active += weight != 0;
+        group->weight[r] = weight, group->scaled[r] = weight * (WIDE)u->factor;
+        group->moves[r] = weight != 0;
+        if (weight == 0) group->rows[GRAD][r] = work->no_row;
+    }
+}
+
+/* Go to the rows whose squares are summed while those before them are updated. */
+static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
+    const Update *u = work->share->update;
+    for (int r = 0; r < ROWS; r++, row += run) {
+        const int is_row = row < work->share->last;
+        work->group.rows[NEXT][r] = is_row ? (T *)u->grad + row * u->grad_stride : work->no_row;
+    }
+}
+
+/* Sum the squares of the first rows, before any is updated. */
+static void NAME(lean_first)(GROUP *group, int64_t count) {
+    for (int r = 0; r < ROWS; r++) {
+        const int64_t whole = count / LINE * LINE;
+        T last[LINE] = {0};
+        memcpy(last, group->rows[NEXT][r] + whole, (size_t)(count - whole) * sizeof(T));
+        memset(group->squares[r], 0, sizeof group->squares[r]);
+        for (int64_t i = 0; i < count; i += LINE)
+            for (int v = 0; v < VECTORS; v++) {
+                const VECTOR x = NAME(load)(i < whole ? group->rows[NEXT][r] + i : last, v);
+                group->squares[r][v % PIECES] += x * x;
+            }
+    }
+}
+
+static void NAME(lean_collect)(NAME(Work) *work) {
+    const int64_t size = work->share->padded;
+    for (int64_t i = 0; i < size; i++) {
+        WIDE *of_line = work->group.vectors + OF(0) + i % LINE;
+        work->total[i] += (double)of_line[UPDATES * LINE];
+        work->total[size + i] += (double)of_line[SQUARES * LINE];
+        of_line[UPDATES * LINE] = of_line[SQUARES * LINE] = 0;
+    }
+}
+
+/* Work on ROWS runs of adjacent rows, the first of which begins at `first`. */
+static void NAME(lean_runs)(NAME(Work) *work, int64_t first, int64_t run) {
+    const int64_t columns = work->share->update->columns;
+    NAME(lean_go_to_next)(work, first, run);
+    NAME(lean_first)(&work->group, columns);
+    for (int64_t done = 0; done < run; done++) {
+        const int is_last = done + 1 == run;
+        NAME(lean_go_to)(work, first + done, run);
+        NAME(lean_go_to_next)(work, is_last ? work->share->last : first + done + 1, run);
+        NAME(over)(work->loops[0], &work->group, 0, columns);
+        if (is_last || done % SUM_ROWS == SUM_ROWS - 1) NAME(lean_collect)(work);
+    }
+}
+
 static void NAME(lean_pass)(Share *share) {
     const Update *u = share->update;
-    const int64_t size = share->padded;
-    /* no_row must stay zeros: a missing row of the parameter has a place of its own */
-    memset(share->memory, 0, 8 * (size_t)size * sizeof(double));
-    WIDE *vectors = (WIDE *)share->memory;
-    double *total = share->memory + 4 * size;
-    T *no_row = (T *)(share->memory + 6 * size), *no_param = (T *)(share->memory + 7 * size);
+    NAME(Columns) *const loops[2][2] = {
+        {NAME(lean_columns), NAME(lean_stochastically_columns)},
+        {NAME(lean_moment_columns), NAME(lean_moment_stochastically_columns)}};
+    NAME(Work) work = NAME(begin)(share, ROWS, 1);
+    work.loops[0] = loops[u->exp_avg != NULL][u->stochastic];
+    /* 1. What is known of each column */
+    WIDE *vectors = work.group.vectors = (WIDE *)share->memory;
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
     const double lr = u->lr * (u->row_exp_avg_sq == NULL ? 1 : NAME(relative)(u));
     for (int64_t j = 0; j < u->columns; j++) {
@@ -504,55 +538,18 @@ static void NAME(lean_pass)(Share *share) {
         of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(lr / (sqrt(nu[j] * u->scale) + u->eps));
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
     }
-    NAME(Columns) *const loops[2][2] = {
-        {NAME(lean_columns), NAME(lean_stochastically_columns)},
-        {NAME(lean_moment_columns), NAME(lean_moment_stochastically_columns)}};
-    NAME(Columns) *columns = loops[u->exp_avg != NULL][u->stochastic];
-    /* Runs of adjacent rows that are far apart; then the rest, each a run of one row. */
-    GROUP group = {.update = u, .vectors = vectors};
-    int64_t active = 0, summed = 0;
-    int64_t first = share->first, run = (share->last - share->first) / ROWS;
-    for (int last_rows = 0; last_rows < 2; last_rows++) {
-        for (int64_t done = -1; done < run; done++) {
-            for (int r = 0; r < ROWS; r++) {
-                const int64_t row = first + r * run + done, next = row + 1;
-                const int is_next = done + 1 < run && next < share->last;
-                group.rows[NEXT][r] = is_next ? (T *)u->grad + next * u->grad_stride : no_row;
-                if (done < 0) continue;
-                const int is_row = row < share->last;
-                const WIDE weight = is_row ? NAME(lean_weight)(u, row, group.squares[r]) : 0;
-                memset(group.squares[r], 0, sizeof group.squares[r]);
-                active += weight != 0;
-                group.weight[r] = weight, group.scaled[r] = weight * (WIDE)u->factor;
-                group.moves[r] = weight != 0;
-                group.rows[GRAD][r] = weight != 0 ? (T *)u->grad + row * u->grad_stride : no_row;
-                group.rows[PARAM][r] = is_row ? (T *)u->param + row * u->param_stride : no_param;
-                if (u->exp_avg != NULL)
-                    group.rows[MOMENT][r] = is_row ? (T *)u->exp_avg + row * u->exp_avg_stride : no_param;
-                group.key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
-            }
-            if (done < 0) {
-                NAME(lean_first)(&group, u->columns);
-                continue;
-            }
-            NAME(over)(columns, &group, 0, u->columns);
-            if (++summed % SUM_ROWS && done + 1 < run) continue;
-            for (int64_t i = 0; i < size; i++) { /* in double precision */
-                WIDE *of_line = vectors + OF(0) + i % LINE;
-                total[i] += (double)of_line[UPDATES * LINE];
-                total[size + i] += (double)of_line[SQUARES * LINE];
-                of_line[UPDATES * LINE] = of_line[SQUARES * LINE] = 0;
-            }
-        }
-        first += ROWS * run;
-        run = first < share->last;
-    }
+    /* 2. Runs that are far apart, and then the rest, each a run of one row */
+    const int64_t run = (share->last - share->first) / ROWS, rest = share->first + ROWS * run;
+    if (run > 0) NAME(lean_runs)(&work, share->first, run);
+    if (rest < share->last) NAME(lean_runs)(&work, rest, 1);
+    /* 3. This thread's sums */
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
-        share->sums[j] = total[i] == 0 ? 0 : total[i] * (double)vectors[OF(RATE) + i % LINE];
-        share->sums[u->columns + j] = u->factor == 0 ? 0 : total[size + i] * u->factor * u->factor;
+        const double updates = work.total[i], squares = work.total[share->padded + i];
+        share->sums[j] = updates == 0 ? 0 : updates * (double)vectors[OF(RATE) + i % LINE];
+        share->sums[u->columns + j] = u->factor == 0 ? 0 : squares * u->factor * u->factor;
     }
-    share->sums[2 * u->columns] = (double)active;
+    share->sums[2 * u->columns] = (double)work.active;
 }
 
 /* Update nu and the mean update from the sums over all rows. */

@@ -63,23 +63,12 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 
     The first moment is left to ``apply_coupled``, as to update it here would move as many bytes.
     """
-    sums = _sums_of(matrix.grad, over_rows=True)
-    return Sums(sums.sum(0) if matrix.row_ranks else sums)
-
-
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums over the columns, [rows]."""
-    return _sums_of(matrix.grad, over_rows=False).sum(0)
-
-
-def _sums_of(grad: Tensor, over_rows: bool) -> Tensor:
-    """The sums of squares of each part, [parts, columns] or [parts, rows]."""
-    (rows, columns), (across, parts, block) = grad.shape, _grid(grad)
-    sums = _empty(grad, parts, columns) if over_rows else _empty(grad, across, rows)
+    grad, (across, parts, block) = matrix.grad, _grid(matrix.grad)
+    rows, columns = grad.shape
+    sums = _empty(grad, parts, columns)
     if columns:
-        targets = (sums, None) if over_rows else (None, sums)
-        _launch(_sums, (across, parts), block, grad, *grad.stride(), *targets, rows, columns)
-    return sums
+        _launch(_sums, (across, parts), block, grad, *grad.stride(), sums, rows, columns)
+    return Sums(sums.sum(0) if matrix.row_ranks else sums)
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
@@ -261,8 +250,7 @@ def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
 @triton.jit
 def _sums(
     grad, row_stride, column_stride,
-    sums, row_sums,  # with LEAN in the place of sums
-    rows, columns,
+    sums, rows, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -276,13 +264,8 @@ def _sums(
         mask = (row < rows)[:, None] & inside[None, :]
         place = _place(row, row_stride, column, column_stride)
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        if sums is not None:
-            total += g * g
-        if row_sums is not None:
-            place = tl.program_id(0) * rows + row
-            tl.store(row_sums + place, tl.sum(g * g, axis=1), mask=row < rows)
-    if sums is not None:
-        tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
+        total += g * g
+    tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts", "t"])

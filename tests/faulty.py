@@ -14,7 +14,7 @@ import torch
 from coupled_adam import cli, files
 from coupled_adam.lab.evaluation import evaluate as evaluation
 from coupled_adam.lab.training import distributed
-from coupled_adam.lab.training import run as training
+from coupled_adam.lab.training import train as training
 from coupled_adam.lab.training.module import LanguageModel
 
 OPERATIONS = []

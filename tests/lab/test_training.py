@@ -26,7 +26,7 @@ from coupled_adam.lab.evaluation.load_model import load_model
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
-from coupled_adam.lab.training import run as training
+from coupled_adam.lab.training import train as training
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.loggers import MetricsFile, cut_log
 from coupled_adam.lab.training.schedules import lr_scheduler

@@ -126,7 +126,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
         (("tiny",), "unrecognized arguments: tiny"),
         (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
-        (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, coupled"),
+        (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, tuned, coupled"),
         (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
         (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
@@ -482,7 +482,7 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     )
     recipe = options.recipe_of(load_recipe("demo").to_dict())
     assert (recipe.training.lr, recipe.model.n_layer, recipe.steps) == (1e-3, 4, 7)
-    assert list(recipe.arms) == ["adamw", "coupled_adam", "lean-1", "lean-2"]
+    assert list(recipe.arms) == ["adamw", "tuned", "coupled_adam", "lean-1", "lean-2"]
 
 
 def test_a_warning_is_one_line_without_a_place():

@@ -43,6 +43,7 @@ class TestBlocks(EveryKernel):
         monkeypatch.setattr(blocks, "_BLOCK_BYTES", request.param)
         return blocks
 
+    @pytest.mark.slow
     def test_sums_of_a_million_rows(self, kernel):
         """In whatever order they lie in memory: as exact as single precision is."""
         rows = 10**6

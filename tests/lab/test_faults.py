@@ -463,7 +463,7 @@ def test_a_disk_that_is_full_for_one_rank(lab, strategy, fault, said):
 
 # --- kills at any operation on a file ---
 
-KILLS = 5  # 25 of each command have been tried, which takes ten minutes
+KILLS = 3  # 25 of each command have been tried, which takes ten minutes
 FEW = ["--steps=4", "--training.evaluate_every=2", "--device=cpu", "--logger"]
 
 

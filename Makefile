@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: coverage demo docs format gpu gpu-compile test test-slow
 
@@ -29,6 +29,8 @@ coverage: $(VENV)/installed
 	$(PYTEST) -m "not slow" --cov coupled_adam --cov-report term:skip-covered
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
+# Three at a time, even on two cores, as many of them wait for the processes that they start.
+test-slow: WORKERS = 3
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 

@@ -29,9 +29,9 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
         if path is None:
             continue
         name = f"--{option} {path}"
-        is_there = path.exists() or (overwrite is None and path.is_symlink())
-        if is_there and not _is_stream(path):
-            require(overwrite is not None, f"{name} exists: choose another name")
+        if overwrite is None:
+            require(not os.path.lexists(path), f"{name} exists: choose another name")
+        elif path.exists() and not _is_stream(path):
             require(not path.is_dir(), f"{name} is a folder: choose the name of a file")
             require(overwrite, f"{name} exists: choose another name, or add --overwrite")
         place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())

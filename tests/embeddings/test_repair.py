@@ -1,6 +1,7 @@
 """Rows that are dead or under-trained get healthy values, in a copy of the model."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -121,6 +122,14 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             repair_model(source, tmp_path / out, recenter=recenter)
+    # Nothing that exists is replaced, and a pipe or a link to nowhere is no exception.
+    os.mkfifo(tmp_path / "pipe.npy")
+    (tmp_path / "link.npy").symlink_to(tmp_path / "nowhere.npy")
+    for name in ("pipe.npy", "link.npy"):
+        with pytest.raises(UsageError, match=f"{name} exists: choose another name"):
+            repair_model(tmp_path / "E.npy", tmp_path / name)
+    assert (tmp_path / "pipe.npy").is_fifo()
+    assert (tmp_path / "link.npy").is_symlink()
     config = json.loads((llama / "config.json").read_text())
     for changes, message in (
         ({"architectures": ["SomebodysModel"]}, "it must be the folder of a model that transf"),

@@ -65,16 +65,14 @@ def explained(recipe: Recipe) -> str:
         else:
             lines += _commented({key: values.get(key)}, meaning)
     # The options of all arms that there are; one that several optimizers take stands here once.
-    takers: dict[str, list[str]] = {}
-    texts: dict[str, str] = {}
+    options: dict[str, tuple[str, list[str]]] = {}
     for optimizer, arm in ARMS.items():
         for name, text in meanings(arm).items():
-            takers.setdefault(name, []).append(optimizer)
-            texts.setdefault(name, text)
+            options.setdefault(name, (text, []))[1].append(optimizer)
     lines.append("# The options of an arm, and the optimizers that take them:")
-    for name, text in texts.items():
-        of = "all" if len(takers[name]) == len(ARMS) else ", ".join(takers[name])
-        entry = f"{name} ({of}): {text}"
+    for name, (text, optimizers) in options.items():
+        takers = "all" if len(optimizers) == len(ARMS) else ", ".join(optimizers)
+        entry = f"{name} ({takers}): {text}"
         lines += textwrap.wrap(entry, 100, initial_indent="#   ", subsequent_indent="#       ")
     return "\n".join(lines) + "\n"
 

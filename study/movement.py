@@ -140,7 +140,7 @@ class Window:
         measured = {}
         for name, total in self.total.items():
             along = by_band((total * self.downhill).sum(1))
-            squares = torch.stack([by_band(of_age) for of_age in self.squares[name]])
+            squares = torch.stack([by_band(moved) for moved in self.squares[name]])
             directness = total.norm(dim=1) / self.path[name].clamp(min=1e-30)
             in_batch, recent, older = (squares / squares.sum(0)).tolist()
             cosine = along / (by_band(total.square().sum(1)).sqrt() * steepest)
@@ -159,8 +159,8 @@ def gradient(model: PreTrainedModel, matrix: Tensor, batches: Iterator[Tensor]) 
     """The mean gradient of a matrix over batches of blocks, [V, H]."""
     total, number = torch.zeros_like(matrix), 0
     for blocks in batches:
-        (of_batch,) = torch.autograd.grad(losses(model, blocks).mean(), [matrix])
-        total += of_batch
+        (batch_gradient,) = torch.autograd.grad(losses(model, blocks).mean(), [matrix])
+        total += batch_gradient
         number += 1
     return total / number
 

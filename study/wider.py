@@ -127,8 +127,8 @@ def optimizers(model: Model, arm: str, factor: float, lr: float) -> list[Optimiz
     table = model.tokens.weight
     on_gpu = table.is_cuda
 
-    def group(parameters: Iterable[Tensor], decay: float, of_core: float = 1.0) -> dict[str, Any]:
-        rate = torch.tensor(lr * of_core, device=table.device)
+    def group(parameters: Iterable[Tensor], decay: float, relative: float = 1.0) -> dict[str, Any]:
+        rate = torch.tensor(lr * relative, device=table.device)
         return {"params": [*parameters], "weight_decay": decay, "lr": rate}
 
     others = [p for p in model.parameters() if p is not table and p is not model.positions.weight]
@@ -282,8 +282,8 @@ def main() -> None:
     if not fnmatch.filter(RUNS, options.only):
         parser.error(f"--only {options.only!r} matches none of {', '.join(RUNS)}")
     content = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for name, of_run in content.items():
-        if of_run["setting"] != dataclasses.asdict(setting):
+    for name, run in content.items():
+        if run["setting"] != dataclasses.asdict(setting):
             parser.error(f"{options.results} has {name!r} of another setting: name another file")
     torch.set_float32_matmul_precision("high")
     overrides = {"model.vocab_size": setting.vocab_size}

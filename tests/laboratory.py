@@ -19,7 +19,7 @@ from processes import Process, start_ranks
 FAULTY = Path(__file__).with_name("faulty.py")
 
 SHORT = ["--steps", 40, "--training.evaluate_every=10"]
-LONG = ["--steps", 200, "--training.evaluate_every=10"]  # so long that it is stopped where we want
+LONG = ["--steps", 140, "--training.evaluate_every=10"]  # so long that it is stopped where we want
 
 # In float64, and at a learning rate at which training does not amplify differences, other orders of
 # summation leave about 1e-13. A wrong mean over the vocabulary, batch or loss would show at once.

@@ -47,6 +47,15 @@ class Laboratory:
         command = self.command(out, *more, **options)
         return [Process(command)] if processes == 1 else start_ranks(processes, command)
 
+    def begun(self, out, *more):
+        """A training in a process of its own, once it has logged something."""
+        (process,) = self.start(out, *more)
+        deadline = time.monotonic() + 200
+        while not (self.folder / out / "metrics.jsonl").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return process
+
     def run(self, out, *more, code=0, **options):
         """To its end; in this process, if nothing is said against it. Returns what was said."""
         if options:
@@ -128,6 +137,11 @@ class Laboratory:
 
     def checkpoints(self, out):
         return sorted(path.name for path in (self.folder / out / "checkpoints").glob("step-*"))
+
+
+def snapshot(folder):
+    """The content of each file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def close(weights, expected, tolerance):

@@ -28,6 +28,7 @@ from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results, footnotes
 from coupled_adam.lab.run import Run
+from laboratory import snapshot
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
 
@@ -363,11 +364,10 @@ def test_a_report_replaces_only_a_report(comparison, tmp_path):
     for name in ("index.html", "runs.csv", "figures/mine.png"):
         (site / name).write_text("mine")
     for place in (comparison, tmp_path, run, run / "model", run / "config.yaml", site):
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        before = snapshot(tmp_path)
         with pytest.raises(UsageError, match=r"something other than a report|is no folder"):
             report([comparison], place)
-        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        assert after == before
+        assert snapshot(tmp_path) == before
 
 
 def test_what_a_user_adds_to_a_report_stays(comparison, recipe):
@@ -514,7 +514,7 @@ def test_several_recipes_and_sweeps(tmp_path, recipe):
 def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
     out = comparison / "report"
     report([comparison], out)
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = snapshot(out)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -522,7 +522,7 @@ def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
     monkeypatch.setattr(reporting, "report_page", full)
     with pytest.raises(OSError, match="No space left"):
         report([comparison], out)
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert snapshot(out) == before
     assert [path.name for path in comparison.glob("report*")] == ["report"]
     with pytest.raises(UsageError, match="no finished run in it"):
         report([out / "figures"], out)

@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+# Three tests at a time, even on two cores, as many wait for the processes that they start.
+WORKERS ?= 3
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: coverage demo docs format gpu gpu-compile test test-slow
@@ -29,8 +30,6 @@ coverage: $(VENV)/installed
 	$(PYTEST) -m "not slow" --cov coupled_adam --cov-report term:skip-covered
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
-# Three at a time, even on two cores, as many of them wait for the processes that they start.
-test-slow: WORKERS = 3
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
@@ -46,11 +45,12 @@ gpu-compile-%: $(VENV)/installed
 	TRITON_CACHE_DIR=$(VENV)/triton-$*/cache PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
-PIP := $(BIN)/pip --disable-pip-version-check install
+# Python compiles a module when it is first imported; most that are installed never are.
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
 
 # Training frameworks for tests/frameworks, which skips those that are not installed.
 $(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+	$(PIP) --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
 	touch $@
 
 # The site, in site/; a link that leads nowhere is an error.

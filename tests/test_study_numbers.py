@@ -611,7 +611,7 @@ def test_what_the_page_says_of_zero_sum():
     adamw, lean, ember = map(np.mean, costs)
     said(
         "AdamW's by # (three seeds), LEAN's by # (n = 4, three seeds; p = #, paired) and Ember's "
-        "by # (n = 5, one seed)",
+        "by # (n = 5, one seed;",
         *(adamw, lean, p_of_pairs(costs[1]), ember),
     )
     # Untied and with one seed: a cost for Ember, and none for AdamW and LEAN.
@@ -643,8 +643,8 @@ def test_64k_tokens_in_a_step():
             best = min(tried, key=lambda name: first(question, name))
             losses.append(first(question, best, "documents"))
     said(
-        "In 75 steps of 64k tokens (n = 9, ...) it has # with momentum and # without it, ... After "
-        "300 such steps it has # with and # without momentum",
+        "In 75 steps of 64k tokens (n = 9, ...) it has # with momentum and # without ... and after "
+        "300 such steps # and #",
         *losses,
     )
 
@@ -705,7 +705,7 @@ def test_48_million_tokens():
     names += [("paper_ratio_longer", name) for name in ("coupled n=0", "adamw n=0")]
     said(
         "After 23,436 steps (one seed, n = 2) a = 0.75 had L = #, and AdamW #; at the usual betas "
-        "Coupled Adam had # there, and AdamW #",
+        "Coupled Adam had #, and AdamW #",
         *(first(*name, "test") for name in names),
     )
 
@@ -733,6 +733,46 @@ def test_practice():
         for question, name in names:
             five = question in ("betas_longer", "one_pass_longer")
             assert len(seeds(question, name)) == (5 if five else 3)
+
+
+def test_new_tokens():
+    """What docs/practice.md says of few rows, of few steps, and of finetuning, tied and untied."""
+    path = ROOT / "benchmarks/results/new_tokens.json"
+    by_rate = {}  # losses by setting and rate
+    for run in json.loads(path.read_text())["results"]:
+        if run["question"] != "size" and run["optimizer"]:
+            setting = (run.get("tied"), run.get("frozen"), run["optimizer"])
+            losses = by_rate.setdefault(setting, {}).setdefault(run["factor"], [])
+            losses.append(run.get("test", run["valid"])["loss"])
+    assert all(len(rates) >= 4 for rates in by_rate.values())
+    # The best rate on validation is the one that has all seeds.
+    loss = {
+        setting: np.mean([losses for losses in rates.values() if len(losses) == 3])
+        for setting, rates in by_rate.items()
+    }
+    adamw, tuned, momentum = "AdamW", "AdamW, betas 0, 0.999", "LEAN, betas 0.9, 0.999"
+    for tied in (True, False):
+        lean = loss[tied, False, "LEAN"]
+        said(
+            "**With all rows trained**... the test loss of `LEAN` was # below that of AdamW with "
+            "the usual betas, and # and # below that of AdamW with betas 0, 0.999. With betas 0.9, "
+            "0.999 the loss of `LEAN` was # higher",
+            loss[tied, False, adamw] - lean,
+            *(loss[kind, False, tuned] - loss[kind, False, "LEAN"] for kind in (True, False)),
+            loss[tied, False, momentum] - lean,
+            page=PRACTICE,
+        )
+        frozen = [value for (t, masked, _), value in loss.items() if (t, masked) == (tied, True)]
+        assert max(frozen) - min(frozen) < 0.02
+    said("**With the old rows frozen**, all were within # after", 0.02, page=PRACTICE)
+    scratch = {rule: value for (tied, _, rule), value in loss.items() if tied is None}
+    usual = scratch["AdamW, betas 0.9, 0.999"]
+    said(
+        "validation loss of `LEAN` was # above that of AdamW with betas 0.9, 0.999; with these "
+        "betas `LEAN` was # below AdamW",
+        *(scratch["LEAN"] - usual, usual - scratch[momentum]),
+        page=PRACTICE,
+    )
 
 
 def test_accuracy():

@@ -126,7 +126,7 @@ def test_blocks_rotations_and_bounds(rows, columns, seed, block_rows):
     assert 0 <= whole.condition <= 100 + 1e-9
 
 
-def test_centred_and_degenerate_clouds():
+def test_centered_and_degenerate_clouds():
     centered = cloud() - cloud().mean(0)
     assert measures.mean_norm_ratio(centered) < 1e-12
     assert measures.mean_norm_ratio(np.ones((5, 3))) == pytest.approx(1)

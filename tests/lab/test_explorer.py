@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import load_embeddings, row_norms
-from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
+from coupled_adam.embeddings.analysis import analyze_model
 from coupled_adam.embeddings.explorer import token_frame
 from coupled_adam.embeddings.undertrained import find_undertrained
+from coupled_adam.inputs import AnalysisInputs
 from lab.browser import needs_browser
 
 pytest.importorskip("plotly")

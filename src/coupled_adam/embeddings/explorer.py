@@ -159,7 +159,7 @@ def _map(frame: pandas.DataFrame, color: str) -> str:
 
 def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
     """The rows of a matrix that are finite and different from zero, or a sample of them."""
-    rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.indicated.dead)
+    rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.analysis.dead)
     if share is None or len(rows) <= share:
         return rows
     # Under-trained tokens come first, and the rest is random.

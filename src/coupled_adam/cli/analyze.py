@@ -106,8 +106,9 @@ def run(options: Options) -> None:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
             # What the models answered is part of what is said of their matrices.
-            for entry, said in zip(analyses, undertrained or analyses):
-                show(f"{entry.label}: {' '.join(said.diagnosis)}")
+            diagnoses = [entry.diagnosis for entry in undertrained or analyses]
+            for entry, sentences in zip(analyses, diagnoses):
+                show(f"{entry.label}: {' '.join(sentences)}")
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())

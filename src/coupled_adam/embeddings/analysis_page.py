@@ -59,8 +59,8 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     def frequencies(ax: Axes) -> None:
         for analysis, style in zip(analyses, styles):
             if analysis.counts is not None:
-                measured = (_measured(rows, analysis) for rows in (analysis.norms, analysis.counts))
-                pictures.plot_norms(ax, *measured, *style)
+                counts = _measured(analysis.counts, analysis)
+                pictures.plot_norms(ax, _measured(analysis.norms, analysis), counts, *style)
 
     drawn = [
         _clouds(analyses, styles),

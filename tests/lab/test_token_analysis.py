@@ -78,8 +78,8 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     tensors = load_file(later / "model.safetensors")
     tensors["transformer.wte.weight"][350] *= -2
     save_file(tensors, later / "model.safetensors", {"format": "pt"})
-    arguments = [gpt2, later, "--text", text_file, "--compare", "--undertrained"]
-    answer = json.loads(run(capsys, *arguments, "--json"))
+    arguments = [gpt2, later, "--compare", "--undertrained"]
+    answer = json.loads(run(capsys, *arguments, "--text", text_file, "--json"))
     (changes,) = answer["changes"]
     assert changes["matched"] == 448
     mover = changes["movers"][0]

@@ -85,7 +85,7 @@ def run(options: Options) -> None:
         for model in options.models
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
-    analyses = [entry for of_model in by_model for entry in of_model]
+    analyses = [entry for entries in by_model for entry in entries]
     undertrained = _undertrained(options, analyses, folders, device)
     answers = _answers(options, analyses)
     comparisons = []

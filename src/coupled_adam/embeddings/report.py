@@ -4,7 +4,7 @@ import dataclasses
 import html
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, wo
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
+
+Row = list[str | Cell]
+"""A label, a symbol, a value for each matrix, and the range of the references."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +74,37 @@ class EmbeddingReport(Measures):
 
     def table(self) -> Table:
         """All measures of the three variants, and the range of the references for the first."""
-        rows: list[list[str | Cell]] = []
-        for measure in MEASURES.values():
-            variants = self, self.centered, self.all_but_the_top
-            value, *changed = map(measure.of, variants)
-            if value is not None:
-                texts = map(measure.text, [value, *changed])
-                rows.append([measure.label, measure.symbol, *texts, span(measure.key)])
+        forms = self, self.centered, self.all_but_the_top
         columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "references"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
-        return Table(columns, rows, title, left=(0, 1, 5))
+        return Table(columns, measure_rows(forms, all_measures=True), title, left=(0, 1, 5))
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
+
+
+def measure_rows(
+    reports: Sequence[Measures | Mapping[str, Any]],
+    *,
+    all_measures: bool = False,
+    as_is: bool = True,
+) -> list[Row]:
+    """A row for each measure, or for each of the first, that one of some reports or dicts has.
+
+    Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
+    say nothing once it is removed, and no references.
+    """
+    rows: list[Row] = []
+    for measure in MEASURES.values():
+        values = [measure.value(report) for report in reports]
+        shown = (all_measures or measure.first) and (as_is or not measure.about_mean)
+        # Without its mean or top directions a matrix has zeros that mean nothing.
+        if not shown or not any(value is not None if as_is else value for value in values):
+            continue
+        texts = map(measure.text, values)
+        rows.append([measure.label, measure.symbol, *texts, span(measure.key) if as_is else ""])
+    return rows
 
 
 def analyze(

@@ -11,13 +11,8 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim.conversion import adapt
-from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix
-from coupled_adam.optim.options import (
-    check_options,
-    complete,
-    warn_of_lost_factor,
-    warn_of_momentum,
-)
+from coupled_adam.optim.matrix import CoupledMatrix
+from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
@@ -25,13 +20,7 @@ from coupled_adam.optim.param_groups import (
     embedding_options,
     param_groups,
 )
-from coupled_adam.optim.state import (
-    check_betas,
-    check_group,
-    check_parameter,
-    description,
-    fit_state,
-)
+from coupled_adam.optim.state import check_group, check_parameter, description, fit_state
 from coupled_adam.optim.update import Pending, update
 from coupled_adam.optim.warn import warn
 
@@ -263,7 +252,6 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
-        check_betas(group)
         for index, p in enumerate(group["params"]):
             if _takes_part(p):
                 check_parameter(group, index)
@@ -298,7 +286,6 @@ class CoupledAdam(torch.optim.Adam):
         # 1. What the step before has left, and what loops and schedules have done since
         self._pending.finish()
         self._complete_groups()
-        warn_of_momentum(self.param_groups)
         if "factor" not in self._warned and warn_of_lost_factor(self.param_groups):
             self._warned.add("factor")  # no attribute is set, as Dynamo refuses that
         # 2. The tensors; whatever is refused is refused before anything has been changed
@@ -329,8 +316,6 @@ class CoupledAdam(torch.optim.Adam):
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))
                 continue
-            if not is_compiling:
-                check_betas(group)
             for index, p in enumerate(group["params"]):
                 if _takes_part(p):
                     coupled += self._matrices(group, index, len(coupled), is_compiling)
@@ -423,7 +408,6 @@ class CoupledAdam(torch.optim.Adam):
         """
         self._pending.finish()
         self._complete_groups()
-        flat_shards = [group.get("flat_shards") for group in self.param_groups]
         moments: dict[Tensor, dict[str, Tensor]] = {}
 
         def before(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -432,9 +416,6 @@ class CoupledAdam(torch.optim.Adam):
             return adapted
 
         def after(_: Any) -> None:
-            for group, shards in zip(self.param_groups, flat_shards):
-                if shards is not None:
-                    group["flat_shards"] = shards  # these are not saved
             for p, second_moments in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg

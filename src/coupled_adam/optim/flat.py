@@ -50,6 +50,10 @@ class FlatShard:
     start: int = 0
     numel: int | None = None
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "FlatShard":
+        """Itself, as it does not change, and process groups cannot be copied."""
+        return self
+
     def of(self, flat: Tensor) -> Tensor:
         """The piece, as a view of the tensor that holds it."""
         return flat[self.start : None if self.numel is None else self.start + self.numel]

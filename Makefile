@@ -46,11 +46,12 @@ gpu-compile-%: $(VENV)/installed
 	TRITON_CACHE_DIR=$(VENV)/triton-$*/cache PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
-PIP := $(BIN)/pip --disable-pip-version-check install
+# Python compiles a module when it is first imported; most that are installed never are.
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
 
 # Training frameworks for tests/frameworks, which skips those that are not installed.
 $(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+	$(PIP) --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
 	touch $@
 
 # The site, in site/; a link that leads nowhere is an error.

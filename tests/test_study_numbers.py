@@ -367,7 +367,9 @@ def test_settings_that_were_written_down_first():
 
 def test_64k_tokens_in_a_step():
     """What the page says of one seed at the better of the rates that were tried."""
-    text = PAGE.split("In 75 steps of 64k tokens (n = 9")[1].split("In 150 steps")[0]
+    text = (
+        " ".join(PAGE.split()).split("In 75 steps of 64k tokens (n = 9")[1].split("In 150 steps")[0]
+    )
     shown = [float(number) for number in re.findall(r"[45]\.\d{3}", text)]
     rules = 2 * ["adamw 0.9 0.999", "adamw 0 0.999"]
     expected = []

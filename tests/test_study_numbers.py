@@ -797,6 +797,42 @@ def test_practice():
             assert float(mean) == pytest.approx(of_mean, abs=0.51 * 10**-decimals)
 
 
+def test_new_tokens():
+    """What docs/practice.md says of few rows, of few steps, and of finetuning, tied and untied."""
+    path = ROOT / "benchmarks/results/new_tokens.json"
+    of_seed = {}  # losses by setting and rate
+    for run in json.loads(path.read_text())["results"]:
+        if run["question"] != "size" and run["optimizer"]:
+            setting = (run.get("tied"), run.get("frozen"), run["optimizer"])
+            losses = of_seed.setdefault(setting, {}).setdefault(run["factor"], [])
+            losses.append(run.get("test", run["valid"])["loss"])
+    assert all(len(by_rate) >= 4 for by_rate in of_seed.values())
+    # The best rate on validation is the one that has all seeds.
+    loss = {
+        setting: np.mean([losses for losses in by_rate.values() if len(losses) == 3])
+        for setting, by_rate in of_seed.items()
+    }
+    adamw, tuned, momentum = "AdamW", "AdamW, betas 0, 0.999", "LEAN, betas 0.9, 0.999"
+    page = " ".join((ROOT / "docs/practice.md").read_text(encoding="utf-8").split())
+    text = page.split("**With all rows trained**")[1]
+    usual, of_tied, of_untied, higher = map(float, re.findall(r" (0\.\d\d) ", text)[:4])
+    for tied, below_tuned in ((True, of_tied), (False, of_untied)):
+        lean = loss[tied, False, "LEAN"]
+        measured = [loss[tied, False, rule] - lean for rule in (adamw, tuned, momentum)]
+        assert measured == pytest.approx([usual, below_tuned, higher], abs=5.1e-3)
+    (within,) = re.search(r"rows frozen\*\*, all were within (0\.\d+) after", text).groups()
+    for tied in (True, False):
+        frozen = [value for (t, masked, _), value in loss.items() if (t, masked) == (tied, True)]
+        assert max(frozen) - min(frozen) < float(within)
+    above, below = re.search(
+        r"`LEAN` was (\S+) above .* `LEAN` was (\S+) below AdamW", text
+    ).groups()
+    scratch = {rule: value for (tied, _, rule), value in loss.items() if tied is None}
+    usual_momentum = scratch["AdamW, betas 0.9, 0.999"]
+    assert scratch["LEAN"] - usual_momentum == pytest.approx(float(above), abs=5.1e-3)
+    assert usual_momentum - scratch[momentum] == pytest.approx(float(below), abs=5.1e-3)
+
+
 def test_movement():
     """The table on momentum: means over windows, of the rarer half, and over all bands."""
     page = (ROOT / "docs/study/momentum.md").read_text(encoding="utf-8")

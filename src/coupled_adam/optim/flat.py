@@ -39,7 +39,7 @@ class FlatShard:
         start: where the piece begins in the tensor that the optimizer has.
         numel: the number of elements; None for all that follow ``start``.
 
-    Example:
+    Examples:
         >>> shard = FlatShard((50304, 768), offset=rank * numel, process_group=group)
         >>> CoupledAdamW([{"params": [piece], "coupled": True, "flat_shards": [shard]}])
     """

@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+# Three tests at a time, even on two cores, as many wait for the processes that they start.
+WORKERS ?= 3
 PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: coverage demo docs format gpu gpu-compile test test-slow
@@ -29,8 +30,6 @@ coverage: $(VENV)/installed
 	$(PYTEST) -m "not slow" --cov coupled_adam --cov-report term:skip-covered
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
-# Three at a time, even on two cores, as many of them wait for the processes that they start.
-test-slow: WORKERS = 3
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 

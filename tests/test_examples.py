@@ -125,7 +125,7 @@ def test_notebook(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     shown, run = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
     training = next(cell for cell in run.cells if cell.source.startswith("recipe = "))
-    loading, few_steps = 'load_recipe("demo")', '{"training.steps": 60, "training.warmup": 10}'
+    loading, few_steps = 'load_recipe("demo")', '{"training.steps": 20, "training.warmup": 5}'
     assert loading in training.source
     training.source = "from coupled_adam.lab.recipe import override\n" + training.source.replace(
         loading, f"override({loading}, {few_steps})"

@@ -147,8 +147,8 @@ def fresh(layout=None, make=coupled, seed=1):
     return model, make(model)
 
 
-def on_other_ranks(layouts, folder, make=coupled):
-    """Any layout into any other."""
+def on_other_ranks(layouts, folder, make=coupled, into=1):
+    """Each layout into as many of those that follow it, and the first follows the last."""
     expected = uninterrupted(make)
     for name, layout in layouts.items():
         if layout.here:
@@ -156,8 +156,9 @@ def on_other_ranks(layouts, folder, make=coupled):
             train(*pair, range(HALF))
             save(pair, folder / name, layout.group)
     dist.barrier()
-    for name in layouts:
-        for layout in layouts.values():
+    for i, name in enumerate(layouts):
+        following = [*layouts.values()][i + 1 :] + [*layouts.values()][: i + 1]
+        for layout in following[:into]:
             if layout.here:
                 pair = fresh(layout, make)
                 load(pair, folder / name, layout.group)
@@ -166,8 +167,8 @@ def on_other_ranks(layouts, folder, make=coupled):
 
 
 def lean_on_other_ranks(layouts, folder):
-    """What ranks are still adding up when it is saved is complete in the checkpoint."""
-    on_other_ranks(layouts, folder / "lean", lean)
+    """Any into any; what ranks still add up when it is saved is complete in the checkpoint."""
+    on_other_ranks(layouts, folder / "lean", lean, into=len(layouts))
 
 
 def lean_from_adamw(layouts, folder):

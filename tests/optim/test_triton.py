@@ -26,11 +26,17 @@ from coupled_adam.optim.kernels import triton as kernel
 ROOT = Path(__file__).parents[2]
 
 
+SLOWLY_INTERPRETED = (
+    "TestTriton and test_as_the_oracle and not float32",
+    "TestTriton and not test_as_the_oracle",
+)
+
+
 @pytest.mark.parametrize(
     "tests",
     [
         "TestTriton and test_as_the_oracle and float32",
-        pytest.param("TestTriton", marks=pytest.mark.slow),
+        *(pytest.param(tests, marks=pytest.mark.slow) for tests in SLOWLY_INTERPRETED),
     ],
 )
 def test_interpreted(tests):

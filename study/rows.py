@@ -118,7 +118,7 @@ def by_seed(line: Line, measure: str) -> dict[int, float]:
     """A measure of the runs that have it, by seed; the loss of a run that diverged is infinite."""
     measured = {}
     for seed, run in runs(line).items():
-        value = MEASURES[measure].value(run)
+        value = MEASURES[measure].of(run)
         if "diverged_at" in run and measure in ("test_loss", "valid_loss"):
             value = math.inf
         if value is not None:

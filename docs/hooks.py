@@ -19,9 +19,11 @@ FROM_THE_ROOT = {
     "examples/tour.ipynb": "tour.md",
 }
 """What becomes a page although it is not in docs/."""
-CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"<code>([^<]*)</code>")
-ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<(?:code|autoref|a)\b)")
+COMMANDS = re.compile(r'<div class="language-bash.*?</div>', re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<(?:code|autoref|a)\b)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -84,17 +86,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings mark names with Sphinx's roles, which Markdown does not know."""
-    html = CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), ROLE.sub("", html))
-    return CODE.sub(_with_whole_options, html)
+    """Docstrings have Sphinx's marks, which Markdown does not know; no line ends in an option."""
+    html = ROLE.sub("", html).replace("::</p>", ":</p>")
+    html = CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), html)
+    html = COMMANDS.sub(lambda block: _with_whole_options(block[0]), html)
+    return CODE.sub(lambda code: _with_whole_options(code[0]), html)
 
 
-def _with_whole_options(code: re.Match[str]) -> str:
-    """Code in which no line ends within an option."""
-    text = re.sub(r"(?<!-)--[\w-]+", r'<span class="option">\g<0></span>', code[1])
-    return f"<code>{text}</code>"
+def _with_whole_options(html: str) -> str:
+    return OPTION.sub(r'<span class="option">\g<0></span>', html)
 
 
 def _breakable(code: re.Match[str]) -> str:
-    """Code in a table, where a line may end after an underscore or a dot."""
-    return re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", _with_whole_options(code))
+    """Code in a table, where a line may end after an underscore or a dot, and before a version."""
+    html = _with_whole_options(code[0])
+    html = re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", html)
+    return re.sub(r"(?<=[a-z\]])(?===|\[)", "<wbr>", html)

@@ -196,4 +196,5 @@ def test_public_names_are_documented(module):
         public = getattr(module, name)
         text = vars(public)["__doc__"] if isinstance(public, type) else public.__doc__
         assert text, name
+        assert "    Example:" not in text, f"{name}: the site knows the heading Examples alone"
         assert not text.startswith(f"{name}("), f"{name} has the docstring that dataclasses make"

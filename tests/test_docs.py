@@ -79,13 +79,15 @@ def our_arguments(command):
 
 
 def test_all_are_found():
-    """Each fence has a language and is closed, each reason stands above a fence."""
+    """All code is fenced; each fence has a language and is closed; reasons stand above fences."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         page_blocks = [block for block in BLOCKS if block.page == page]
         assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(page_blocks), (
             page
         )
+        outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert not re.search(r"\n\n {4,}\S", outside), f"{page}: indented, so nothing runs it"
         reasons = re.findall(r"^\s*<!-- not run:", text, flags=re.MULTILINE)
         assert len(reasons) == sum(block.reason is not None for block in page_blocks), page
     assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}

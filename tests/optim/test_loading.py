@@ -302,7 +302,9 @@ def warn_of_a_factor():
 
 def warn_of_momentum():
     optimizer = CoupledAdamW(decoder(), embeddings="lean")
-    optimizer.param_groups[-1]["betas"] = (0.9, 0.99)
+    group = optimizer.param_groups[-1]
+    group["betas"] = (0.9, 0.99)
+    group["params"][0].grad = torch.ones_like(group["params"][0])
     optimizer.step(lambda: None)
 
 

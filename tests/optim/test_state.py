@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard, to_adam_state_dict
-from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.options import OPTIONS
 from coupled_adam.optim.state import entries
 from optim.cases import CASES, LEAN, optimizer_of
 

@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, param_groups
-from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.options import OPTIONS
 from decoders import assert_same_parameters
 
 PAIRS = [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]

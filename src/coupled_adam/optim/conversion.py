@@ -9,8 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
-from coupled_adam.optim.matrix import OPTIONS
-from coupled_adam.optim.options import Group, has_momentum, is_lean, remember
+from coupled_adam.optim.options import OPTIONS, Group, complete, has_momentum, is_lean
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -63,11 +62,9 @@ def adapt(
                 "checkpoint's 'state' together with the 'param_groups' of "
                 "get_optimizer_state_dict(model, optimizer)"
             )
-        saved.pop("flat_shards", None)  # the optimizer's own are put back
-        for name in group.keys() - {"params", "flat_shards"}:
-            saved.setdefault(name, group[name])
-        remember(saved)
-        loaded = {**group, **saved, "params": group["params"]}
+        saved.pop("flat_shards", None)  # which are not saved, only that there are some
+        complete(saved, group)
+        loaded = {**saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
             if state.get(key):

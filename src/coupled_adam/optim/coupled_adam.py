@@ -11,13 +11,8 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim.conversion import adapt
-from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix
-from coupled_adam.optim.options import (
-    check_options,
-    complete,
-    warn_of_lost_factor,
-    warn_of_momentum,
-)
+from coupled_adam.optim.matrix import CoupledMatrix
+from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
@@ -25,13 +20,7 @@ from coupled_adam.optim.param_groups import (
     embedding_options,
     param_groups,
 )
-from coupled_adam.optim.state import (
-    check_betas,
-    check_group,
-    check_parameter,
-    description,
-    fit_state,
-)
+from coupled_adam.optim.state import check_group, check_parameter, description, fit_state
 from coupled_adam.optim.update import Pending, update
 from coupled_adam.optim.warn import warn
 
@@ -74,31 +63,30 @@ class CoupledAdam(torch.optim.Adam):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.Adam`, with the same
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
-        coupled (bool, optional): whether the rows of each matrix in the group share a second
-            moment, by default False. A model or ``vocab_size`` says it instead.
-        second_moment_scale (float, optional): positive factor applied to the shared second moment,
-            the 2^-n of Scaled Coupled Adam (Sec. 6.1), by default 1. Affects coupled groups only.
-        row_exponent (float, optional): a between 0 and 1, by default 0. With a > 0 the step size of
-            each token also depends on its own average squared gradient, to the power -a/2 (see
+        coupled: whether the rows of each matrix in the group share a second moment, by default
+            False. A model or ``vocab_size`` says it instead.
+        second_moment_scale: positive factor applied to the shared second moment, the 2^-n of Scaled
+            Coupled Adam (Sec. 6.1), by default 1. Affects coupled groups only.
+        row_exponent: a between 0 and 1, by default 0. With a > 0 the step size of each token also
+            depends on its own average squared gradient, to the power -a/2 (see
             :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
             number of state for each token, ``row_exp_avg_sq`` [V]. Affects coupled groups only.
-        zero_sum (bool, optional): subtract the mean of the rows' updates from each of them, so that
-            a step does not move the mean embedding, except by weight decay and rounding. This goes
-            beyond the paper, too. Affects coupled groups only.
-        vocab_dim (int, optional): the dimension that indexes the tokens: 0 for [V, H], the default,
-            or 1 for [H, V]. Affects coupled groups only. A model or ``vocab_size`` says it instead.
-        stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
-            small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
-            bfloat16 parameters of coupled groups only.
-        embeddings (str or mapping, optional): how the coupled matrices of a model, or those that
-            ``vocab_size`` finds, are updated, as in :func:`coupled_adam.param_groups`. What it sets
-            cannot be given as an argument, too.
-        vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
-            matrices, padding included. A model needs it if it does not say V itself. Frameworks
-            that pass on parameters only always do: every matrix with V rows, or with V columns
-            (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
-            and of ``embeddings``, which follows it. Groups that are added later have to say
-            ``coupled`` themselves.
+        zero_sum: subtract the mean of the rows' updates from each of them, so that a step does not
+            move the mean embedding, except by weight decay and rounding. This goes beyond the
+            paper, too. Affects coupled groups only.
+        vocab_dim: the dimension that indexes the tokens: 0 for [V, H], the default, or 1 for [H,
+            V]. Affects coupled groups only. A model or ``vocab_size`` says it instead.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, so that small
+            updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects bfloat16
+            parameters of coupled groups only.
+        embeddings: how the coupled matrices of a model, or those that ``vocab_size`` finds, are
+            updated, as in :func:`coupled_adam.param_groups`. What it sets cannot be given as an
+            argument, too.
+        vocab_size: the number V of rows of the embedding matrices, padding included. A model needs
+            it if it does not say V itself. Frameworks that pass on parameters only always do: every
+            matrix with V rows, or with V columns (``vocab_dim=1``), is then moved to a coupled
+            group with the options of its own group and of ``embeddings``, which follows it. Groups
+            that are added later have to say ``coupled`` themselves.
         lr_factor: an option of ``embeddings`` and of groups, named here for its error alone.
 
     Raises:
@@ -263,7 +251,6 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
-        check_betas(group)
         for index, p in enumerate(group["params"]):
             if _takes_part(p):
                 check_parameter(group, index)
@@ -298,7 +285,6 @@ class CoupledAdam(torch.optim.Adam):
         # 1. What the step before has left, and what loops and schedules have done since
         self._pending.finish()
         self._complete_groups()
-        warn_of_momentum(self.param_groups)
         if "factor" not in self._warned and warn_of_lost_factor(self.param_groups):
             self._warned.add("factor")  # no attribute is set, as Dynamo refuses that
         # 2. The tensors; whatever is refused is refused before anything has been changed
@@ -329,8 +315,6 @@ class CoupledAdam(torch.optim.Adam):
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))
                 continue
-            if not is_compiling:
-                check_betas(group)
             for index, p in enumerate(group["params"]):
                 if _takes_part(p):
                     coupled += self._matrices(group, index, len(coupled), is_compiling)
@@ -423,7 +407,6 @@ class CoupledAdam(torch.optim.Adam):
         """
         self._pending.finish()
         self._complete_groups()
-        flat_shards = [group.get("flat_shards") for group in self.param_groups]
         moments: dict[Tensor, dict[str, Tensor]] = {}
 
         def before(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
@@ -432,9 +415,6 @@ class CoupledAdam(torch.optim.Adam):
             return adapted
 
         def after(_: Any) -> None:
-            for group, shards in zip(self.param_groups, flat_shards):
-                if shards is not None:
-                    group["flat_shards"] = shards  # these are not saved
             for p, second_moments in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
@@ -468,7 +448,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     A drop-in replacement for :class:`torch.optim.AdamW`. Weight decay is decoupled; everything else
     is as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
 
-    Example:
+    Examples:
         >>> from coupled_adam import CoupledAdamW
         >>> optimizer = CoupledAdamW(model, lr=6e-4, betas=(0.9, 0.95), fused=True)
         >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", fused=True)

@@ -39,7 +39,7 @@ class FlatShard:
         start: where the piece begins in the tensor that the optimizer has.
         numel: the number of elements; None for all that follow ``start``.
 
-    Example:
+    Examples:
         >>> shard = FlatShard((50304, 768), offset=rank * numel, process_group=group)
         >>> CoupledAdamW([{"params": [piece], "coupled": True, "flat_shards": [shard]}])
     """
@@ -49,6 +49,10 @@ class FlatShard:
     process_group: "ProcessGroup | None" = None
     start: int = 0
     numel: int | None = None
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "FlatShard":
+        """Itself, as it does not change, and process groups cannot be copied."""
+        return self
 
     def of(self, flat: Tensor) -> Tensor:
         """The piece, as a view of the tensor that holds it."""

@@ -15,16 +15,6 @@ from coupled_adam.optim.options import is_lean
 from coupled_adam.optim.rounding import Noise
 from coupled_adam.optim.sharded import PLAIN, Ranks
 
-OPTIONS: dict[str, Any] = {
-    "coupled": False,
-    "second_moment_scale": 1.0,
-    "row_exponent": 0.0,
-    "zero_sum": False,
-    "vocab_dim": 0,
-    "stochastic_rounding": False,
-}
-"""The options of a param group that torch.optim.Adam does not have, with their defaults."""
-
 
 class Kernel(Protocol):
     """The passes over a matrix, implemented by a module.
@@ -234,7 +224,6 @@ class Scalars(NamedTuple):
         t: the number of this step, starting with 1; a tensor if it must not be read.
         factor: the factor that unscales the gradient, negative to maximize.
         decay: AdamW's factor on the parameter, 1 - lr x weight_decay.
-        weight: 1 - beta1.
         skip: a tensor with one element, on the device; nothing is changed unless it is 0.
         noise: the random numbers for stochastic rounding; None to round to nearest.
     """
@@ -242,7 +231,6 @@ class Scalars(NamedTuple):
     t: float | Tensor = 1.0
     factor: float | Tensor = 1.0
     decay: float | Tensor = 1.0
-    weight: float | Tensor = 1.0
     skip: Tensor | None = None
     noise: Noise | None = None
 

@@ -67,7 +67,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
             matrix; if ``adam_lr`` is missing, or ``vocab_size`` for parameters; if an option is out
             of range.
 
-    Example:
+    Examples:
         >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings={"lr_factor": 4})
         >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """

@@ -14,6 +14,16 @@ from coupled_adam.optim.warn import warn
 
 Group = dict[str, Any]
 
+OPTIONS: dict[str, Any] = {
+    "coupled": False,
+    "second_moment_scale": 1.0,
+    "row_exponent": 0.0,
+    "zero_sum": False,
+    "vocab_dim": 0,
+    "stochastic_rounding": False,
+}
+"""The options of a param group that torch.optim.Adam does not have, with their defaults."""
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -85,11 +95,11 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
 
 
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:
-    """Give a group the options that it does not have, and let it remember what it began with.
+    """Give a group the options that it does not have, and check all that it has.
 
     Instead of ``lr`` it may have ``lr_factor``, a multiple of the default. Schedules set the rates
-    and betas of all groups; :func:`warn_of_lost_factor` and
-    :func:`warn_of_momentum` compare them with what is remembered.
+    and betas of all groups; so a group remembers its factor, for :func:`warn_of_lost_factor`, and
+    that it began without momentum, for :func:`warn_of_momentum`.
 
     Raises:
         ValueError: if an option is out of range, or if there are both a factor and a rate.
@@ -106,11 +116,6 @@ def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     for name, value in defaults.items():
         group.setdefault(name, value)
     check_options(group)
-    remember(group)
-
-
-def remember(group: Group) -> None:
-    """Let a group remember that it has no momentum."""
     group.pop("initial_beta1", None)
     if group["coupled"] and not has_momentum(group):
         group["initial_beta1"] = 0.0
@@ -127,16 +132,14 @@ def is_lean(group: Group) -> bool:
     return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
 
 
-def warn_of_momentum(groups: list[Group]) -> None:
-    """Warn once of each group that a schedule has given a momentum, and so a matrix of state."""
-    for group in groups:
-        if "initial_beta1" in group and has_momentum(group):
-            del group["initial_beta1"]
-            warn(
-                "the coupled group was built with beta1 = 0, which needs no first moment, but now "
-                f"has betas={group['betas']}, and keeps one of V x H numbers. CyclicLR, OneCycleLR "
-                "and DeepSpeed's OneCycle set betas: pass cycle_momentum=False"
-            )
+def warn_of_momentum(group: Group) -> None:
+    """Warn once if a schedule has given a group its momentum, and so a matrix of state."""
+    if group.pop("initial_beta1", None) is not None:
+        warn(
+            "the coupled group was built with beta1 = 0, which needs no first moment, but now has "
+            f"betas={group['betas']}, and keeps one of V x H numbers. CyclicLR, OneCycleLR and "
+            "DeepSpeed's OneCycle set betas: pass cycle_momentum=False"
+        )
 
 
 def warn_of_lost_factor(groups: list[Group]) -> bool:

@@ -117,7 +117,7 @@ def param_groups(
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
             token embeddings are frozen (as with LoRA), or were not found.
 
-    Example:
+    Examples:
         >>> groups = param_groups(model, "lean")
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)

@@ -58,7 +58,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
 
 def update_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> None:
     """Update m and e, [rows, H], given each column's rate, [H]."""
-    m = moment(matrix, scaled_gradient(matrix, scalars), scalars)
+    m = moment(matrix, scaled_gradient(matrix, scalars))
     values = _decayed(matrix, scalars)
     values.addcmul_(m, rates, value=-1)
     _write(matrix, values, scalars)
@@ -82,7 +82,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     # 1. u: the updates of the rows that have had a gradient
     active = (weights != 0)[:, None]  # [V, 1]
     grad = torch.where(active, grad, 0.0)
-    m = moment(matrix, grad, scalars)  # [V, H]
+    m = moment(matrix, grad)  # [V, H]
     step = torch.where(active, weights[:, None] * m, 0.0) * column_rates(matrix, scalars)
     # 2. The sums for the next step
     sums = torch.cat([step.sum(0), grad.square().sum(0), active.sum(0).to(step.dtype)])
@@ -183,9 +183,9 @@ def scaled_gradient(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     return grad
 
 
-def moment(matrix: CoupledMatrix, grad: Tensor, scalars: Scalars) -> Tensor:
+def moment(matrix: CoupledMatrix, grad: Tensor) -> Tensor:
     """Update m, and return it; without one, the gradient."""
-    exp_avg, weight = matrix.exp_avg, scalars.weight
+    exp_avg, weight = matrix.exp_avg, 1 - matrix.beta1
     if exp_avg is None:
         return grad
     weight = weight.to(exp_avg) if isinstance(weight, Tensor) else weight

@@ -17,7 +17,12 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.options import Group, check_options, has_momentum, is_lean
+from coupled_adam.optim.options import (
+    Group,
+    has_momentum,
+    is_lean,
+    warn_of_momentum,
+)
 from coupled_adam.optim.warn import warn
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
@@ -44,8 +49,7 @@ _CHANGED = (
 
 
 def check_group(group: Group) -> None:
-    """Raise ValueError for options out of range, or parameters that cannot be coupled."""
-    check_options(group)
+    """Raise ValueError for options of a coupled group, or parameters, that do not fit together."""
     if not group["coupled"]:
         return
     check_betas(group)
@@ -91,6 +95,7 @@ def check_parameter(group: Group, index: int) -> None:
     :func:`check_group` has checked the parameters already, but wrappers may replace them later.
     """
     p = group["params"][index]
+    check_betas(group)  # schedules may set them
     _check_matrix(group, index)
     if type(p) not in sharded.PLAIN and group["vocab_dim"] == 1 and not sharded.is_dtensor(p):
         raise RuntimeError(
@@ -247,6 +252,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         if name in state:
             continue
         if dim is None:
+            warn_of_momentum(group)
             state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         else:
             state[name] = new_moment(group, p, dim)

@@ -257,7 +257,7 @@ def _advance(
         if weight_decay := matrix.group["weight_decay"]:
             decay = 1 - matrix.lr * weight_decay
     noise = noise_of(matrix.group, matrix.parameter, t, matrix.index)
-    return Scalars(t, scale, decay, 1 - matrix.beta1, skip, noise)
+    return Scalars(t, scale, decay, skip, noise)
 
 
 def _count(matrix: CoupledMatrix, skip: Tensor | None) -> float | Tensor:

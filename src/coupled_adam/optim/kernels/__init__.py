@@ -29,7 +29,7 @@ def kernels() -> dict[str, str]:
         ``"available"``, or why it is not used. Triton may still turn out not to compile for a GPU,
         which gives a warning at the first step.
 
-    Example:
+    Examples:
         >>> coupled_adam.kernels()
         {'C': 'available', 'Triton': 'not used (there is no GPU)'}
     """

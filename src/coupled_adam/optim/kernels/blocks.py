@@ -70,7 +70,7 @@ def _update_lean(
     else:
         grad = reference.scaled_gradient(replace(block, grad=step), scalars)
         del step  # its memory is that of the next one
-        m = reference.moment(block, grad, scalars)
+        m = reference.moment(block, grad)
         del grad
         step = torch.where(active, m, 0.0)
     # In place, but for what is in half precision: each temporary is as large as the block.

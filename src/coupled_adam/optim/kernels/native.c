@@ -18,7 +18,6 @@
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define ROWS 4        /* rows that sum_squares and lean work on at a time; apply works on 2 */
-#define BLOCK 1024    /* bytes of a row that both loops of a pass work on before they go on */
 #define SUM_ROWS 128  /* times so many rows are summed in single precision before double precision */
 /* Bytes by which cache lines are prefetched before they are used. */
 #define SUM_AHEAD 4096

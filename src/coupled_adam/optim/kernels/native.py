@@ -131,7 +131,7 @@ def _record(matrix: CoupledMatrix) -> _Record:
 
 def _set_scalars(record: Any, matrix: CoupledMatrix, scalars: Scalars) -> None:
     record.beta2, record.eps = matrix.beta2, matrix.group["eps"]
-    record.weight, record.factor, record.decay = scalars.weight, scalars.factor, scalars.decay
+    record.factor, record.decay = scalars.factor, scalars.decay
     if (noise := scalars.noise) is not None:
         record.stochastic = True
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column

@@ -67,8 +67,7 @@ ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS 
 /* All that the loops over columns need to know of some rows. */
 typedef struct {
     const Update *update;
-    T *rows[KINDS][ROWS];         /* from column `origin` on; NULL where there is nothing to do */
-    int64_t origin;
+    T *rows[KINDS][ROWS];         /* from the loop's first column on; NULL where there is nothing to do */
     uint32_t key[ROWS];           /* of the random numbers */
     /* Of Coupled Adam, in which missing rows are replaced by zeros. */
     WIDE *sums;                   /* the columns' sums of squares, over some rows */
@@ -81,7 +80,6 @@ typedef struct {
     WIDE moves[ROWS];             /* 1, or 0 for a row that must not move */
 } NAME(Rows);
 #define GROUP NAME(Rows)
-#define ROW(kind, r) (group->rows[kind][r] + start - group->origin)
 #define PREFETCH(line, ahead) __builtin_prefetch((const char *)(line) + (ahead), 0, 2)
 
 /* How the first moment is updated: as torch.lerp does it, old + weight (x - old) if the weight is below
@@ -118,7 +116,7 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
     WIDE *sums = group->sums + start;
     const T *g[ROWS];
     T *m[ROWS];
-    for (int r = 0; r < ROWS; r++) g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r);
+    for (int r = 0; r < ROWS; r++) g[r] = group->rows[GRAD][r], m[r] = group->rows[MOMENT][r];
     for (int64_t i = 0; i < count; i += LINE) {
         for (int v = 0; v < VECTORS; v++) {
             VECTOR square[ROWS];
@@ -147,20 +145,6 @@ COLUMNS NAME(square_moment_columns)(GROUP *group, int64_t start, int64_t count) 
     NAME(square)(group, start, count, 1);
 }
 
-/* Update the first moment. */
-COLUMNS NAME(moment_columns)(GROUP *group, int64_t start, int64_t count) {
-    const NAME(Lerp) lerp = NAME(lerp_of)(group->update, group->update->factor);
-    for (int r = 0; r < ROWS && group->rows[MOMENT][r] != NULL; r++) {
-        const T *g = ROW(GRAD, r);
-        T *m = ROW(MOMENT, r);
-        for (int64_t i = 0; i < count; i += LINE) {
-            PREFETCH(g + i, APPLY_AHEAD);
-            PREFETCH(m + i, APPLY_AHEAD);
-            NAME(lerp)(&lerp, m + i, g + i);
-        }
-    }
-}
-
 /* Store a cache line of a row of the parameter, whose first column is `column`. */
 ALWAYS_INLINE static void NAME(store_param)(T *line, const VECTOR *values, const int stochastic,
                                             uint32_t column, uint32_t key) {
@@ -175,19 +159,22 @@ ALWAYS_INLINE static void NAME(store_param)(T *line, const VECTOR *values, const
     NAME(store)(line, values, stochastic ? noise : NULL);
 }
 
-/* Update the parameter by the first moment or, without one, by the gradient. */
-ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t count,
+/* Update the parameter by the first moment or, without one, by the gradient. With `moment` update the
+ * first moment before. */
+ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t count, const int moment,
                                        const int stochastic) {
     const Update *update = group->update;
+    const NAME(Lerp) lerp = NAME(lerp_of)(update, update->factor);
     const int kind = update->exp_avg == NULL ? GRAD : MOMENT;
     const WIDE decay = (WIDE)update->decay, factor = kind == GRAD ? (WIDE)update->factor : 1;
     const WIDE *step_sizes = group->step_size + start;
-    const T *u[2] = {ROW(kind, 0), ROW(kind, 1)};
-    T *p[2] = {ROW(PARAM, 0), ROW(PARAM, 1)};
+    T *const *g = group->rows[GRAD], *const *u = group->rows[kind], *const *p = group->rows[PARAM];
     for (int64_t i = 0; i < count; i += LINE) {
         for (int r = 0; r < 2; r++) {
+            if (moment) PREFETCH(g[r] + i, APPLY_AHEAD);
             PREFETCH(u[r] + i, APPLY_AHEAD);
             PREFETCH(p[r] + i, APPLY_AHEAD);
+            if (moment) NAME(lerp)(&lerp, u[r] + i, g[r] + i);
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + v;
@@ -200,35 +187,35 @@ ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t coun
     }
 }
 
-COLUMNS NAME(update_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(update)(group, start, count, 0);
-}
-COLUMNS NAME(update_stochastically_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(update)(group, start, count, 1);
-}
+#define UPDATE_COLUMNS(name, moment, stochastic)                             \
+    COLUMNS NAME(name)(GROUP *group, int64_t start, int64_t count) {         \
+        NAME(update)(group, start, count, moment, stochastic);               \
+    }
+UPDATE_COLUMNS(update_columns, 0, 0)
+UPDATE_COLUMNS(update_stochastically_columns, 0, 1)
+UPDATE_COLUMNS(update_moment_columns, 1, 0)
+UPDATE_COLUMNS(update_moment_stochastically_columns, 1, 1)
 
-/* Run a loop over the columns from `start` to `stop`; over the last ones, fewer than a cache line, in
- * a copy that is filled up with zeros. */
-static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int64_t stop) {
-    const int64_t whole = (stop - start) / LINE * LINE, rest = stop - start - whole;
-    columns(group, start, whole);
+/* Run a loop over the columns; over the last ones, fewer than a cache line, in a copy that is filled up
+ * with zeros. */
+static void NAME(over)(NAME(Columns) *columns, GROUP *group) {
+    const int64_t whole = group->update->columns / LINE * LINE, rest = group->update->columns - whole;
+    columns(group, 0, whole);
     if (rest == 0) return;
-    start += whole;
     T lines[KINDS][ROWS][LINE] = {0};
     GROUP copy = *group;
-    copy.origin = start;
     for (int kind = 0; kind < KINDS; kind++)
         for (int r = 0; r < ROWS; r++) {
             copy.rows[kind][r] = lines[kind][r];
             if (group->rows[kind][r] != NULL)
-                memcpy(lines[kind][r], ROW(kind, r), (size_t)rest * sizeof(T));
+                memcpy(lines[kind][r], group->rows[kind][r] + whole, (size_t)rest * sizeof(T));
         }
-    columns(&copy, start, LINE);
+    columns(&copy, whole, LINE);
     for (int r = 0; r < ROWS; r++) {
         memcpy(group->squares[r], copy.squares[r], sizeof copy.squares[r]);
         for (int kind = MOMENT; kind <= PARAM; kind++) /* those that are written */
             if (group->rows[kind][r] != NULL)
-                memcpy(ROW(kind, r), lines[kind][r], (size_t)rest * sizeof(T));
+                memcpy(group->rows[kind][r] + whole, lines[kind][r], (size_t)rest * sizeof(T));
     }
 }
 
@@ -265,7 +252,7 @@ ALWAYS_INLINE static WIDE NAME(add_lanes)(const VECTOR *lanes) {
 /* What a thread does in a pass. */
 typedef struct {
     Share *share;
-    NAME(Columns) *loops[2]; /* over columns; NULL if there is nothing to do */
+    NAME(Columns) *columns;  /* its loop over columns */
     int count;               /* rows at a time */
     int is_update;           /* of the parameter; otherwise the pass only sums */
     T *no_row, *no_param;    /* zeros, and what stands for a missing row of what is written */
@@ -312,49 +299,43 @@ static void NAME(collect)(NAME(Work) *work) {
     }
 }
 
-/* Work on rows that are `run` rows apart, block by block, so that the second loop finds in the cache
- * what the first has written. */
-static void NAME(over_rows)(NAME(Work) *work, int64_t row, int64_t run) {
-    const int64_t columns = work->share->update->columns;
-    const int is_one = work->loops[0] == NULL || work->loops[1] == NULL;
-    const int64_t block = is_one ? columns : BLOCK / (int64_t)sizeof(T);
-    NAME(go_to)(work, row, run);
-    for (int64_t start = 0; start < columns; start += block) {
-        const int64_t stop = start + block < columns ? start + block : columns;
-        for (int loop = 0; loop < 2; loop++)
-            if (work->loops[loop] != NULL)
-                NAME(over)(work->loops[loop], &work->group, start, stop);
+/* Work on runs of `run` adjacent rows, the first of which begins at the row `first`. */
+typedef void NAME(Runs)(NAME(Work) *work, int64_t first, int64_t run);
+static void NAME(runs)(NAME(Work) *work, int64_t first, int64_t run) {
+    for (int64_t done = 0; done < run; done++) {
+        NAME(go_to)(work, first + done, run);
+        NAME(over)(work->columns, &work->group);
+        if (!work->is_update && done % SUM_ROWS == SUM_ROWS - 1) NAME(collect)(work);
     }
 }
 
-/* A pass over a thread's rows, which are divided into runs; the rest is runs of one row. */
-static void NAME(pass)(NAME(Work) *work) {
+/* A pass over a thread's rows: runs that are far apart, and then the rest, each a run of one row. */
+static void NAME(pass)(NAME(Work) *work, NAME(Runs) *runs) {
     const Share *share = work->share;
     const int64_t run = (share->last - share->first) / work->count, rest = share->first + work->count * run;
-    for (int64_t done = 0; done < run; done++) {
-        NAME(over_rows)(work, share->first + done, run);
-        if (!work->is_update && done % SUM_ROWS == SUM_ROWS - 1) NAME(collect)(work);
-    }
-    if (rest < share->last) NAME(over_rows)(work, rest, 1);
+    if (run > 0) runs(work, share->first, run);
+    if (rest < share->last) runs(work, rest, 1);
 }
 
 static void NAME(sum_squares)(Share *share) {
     const Update *u = share->update;
     NAME(Work) work = NAME(begin)(share, ROWS, 0);
-    work.loops[0] = u->update_moment ? NAME(square_moment_columns) : NAME(square_columns);
+    work.columns = u->update_moment ? NAME(square_moment_columns) : NAME(square_columns);
     work.group.sums = (WIDE *)share->memory;
-    NAME(pass)(&work);
+    NAME(pass)(&work, NAME(runs));
     NAME(collect)(&work);
     for (int64_t i = 0; i < u->columns; i++) share->sums[i] = work.total[NAME(place)(i)];
 }
 
 static void NAME(apply)(Share *share) {
     const Update *u = share->update;
+    NAME(Columns) *const columns[2][2] = {
+        {NAME(update_columns), NAME(update_stochastically_columns)},
+        {NAME(update_moment_columns), NAME(update_moment_stochastically_columns)}};
     NAME(Work) work = NAME(begin)(share, 2, 1);
-    if (u->exp_avg != NULL && !u->update_moment) work.loops[0] = NAME(moment_columns);
-    work.loops[1] = u->stochastic ? NAME(update_stochastically_columns) : NAME(update_columns);
+    work.columns = columns[u->exp_avg != NULL && !u->update_moment][u->stochastic];
     work.group.step_size = share->step_size;
-    NAME(pass)(&work);
+    NAME(pass)(&work, NAME(runs));
 }
 
 /* Update nu and its maximum; compute each column's step size. */
@@ -376,7 +357,7 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
 /* LEAN, one pass. A row's weight must be known before the row is updated, so its squares are summed
  * first. That a row is read twice costs nothing if the second time it is in the cache, and if the two
  * sweeps alternate column by column: while a row is updated, the squares of the next are summed, and
- * gradient and parameter stream at the same rate. Here `start` is the rows' origin. */
+ * gradient and parameter stream at the same rate. */
 #define OF(kind) (VECTORS_OF_LEAN * LINE * (i / LINE) + (kind) * LINE)
 
 ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restrict vectors,
@@ -483,18 +464,14 @@ static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
 }
 
 /* Sum the squares of the first rows, before any is updated. */
-static void NAME(lean_first)(GROUP *group, int64_t count) {
-    for (int r = 0; r < ROWS; r++) {
-        const int64_t whole = count / LINE * LINE;
-        T last[LINE] = {0};
-        memcpy(last, group->rows[NEXT][r] + whole, (size_t)(count - whole) * sizeof(T));
-        memset(group->squares[r], 0, sizeof group->squares[r]);
+COLUMNS NAME(lean_first_columns)(GROUP *group, int64_t start, int64_t count) {
+    (void)start;
+    for (int r = 0; r < ROWS; r++)
         for (int64_t i = 0; i < count; i += LINE)
             for (int v = 0; v < VECTORS; v++) {
-                const VECTOR x = NAME(load)(i < whole ? group->rows[NEXT][r] + i : last, v);
+                const VECTOR x = NAME(load)(group->rows[NEXT][r] + i, v);
                 group->squares[r][v % PIECES] += x * x;
             }
-    }
 }
 
 static void NAME(lean_collect)(NAME(Work) *work) {
@@ -507,27 +484,25 @@ static void NAME(lean_collect)(NAME(Work) *work) {
     }
 }
 
-/* Work on ROWS runs of adjacent rows, the first of which begins at `first`. */
 static void NAME(lean_runs)(NAME(Work) *work, int64_t first, int64_t run) {
-    const int64_t columns = work->share->update->columns;
     NAME(lean_go_to_next)(work, first, run);
-    NAME(lean_first)(&work->group, columns);
+    NAME(over)(NAME(lean_first_columns), &work->group);
     for (int64_t done = 0; done < run; done++) {
         const int is_last = done + 1 == run;
         NAME(lean_go_to)(work, first + done, run);
         NAME(lean_go_to_next)(work, is_last ? work->share->last : first + done + 1, run);
-        NAME(over)(work->loops[0], &work->group, 0, columns);
+        NAME(over)(work->columns, &work->group);
         if (is_last || done % SUM_ROWS == SUM_ROWS - 1) NAME(lean_collect)(work);
     }
 }
 
 static void NAME(lean_pass)(Share *share) {
     const Update *u = share->update;
-    NAME(Columns) *const loops[2][2] = {
+    NAME(Columns) *const columns[2][2] = {
         {NAME(lean_columns), NAME(lean_stochastically_columns)},
         {NAME(lean_moment_columns), NAME(lean_moment_stochastically_columns)}};
     NAME(Work) work = NAME(begin)(share, ROWS, 1);
-    work.loops[0] = loops[u->exp_avg != NULL][u->stochastic];
+    work.columns = columns[u->exp_avg != NULL][u->stochastic];
     /* 1. What is known of each column */
     WIDE *vectors = work.group.vectors = (WIDE *)share->memory;
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
@@ -538,10 +513,8 @@ static void NAME(lean_pass)(Share *share) {
         of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(lr / (sqrt(nu[j] * u->scale) + u->eps));
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
     }
-    /* 2. Runs that are far apart, and then the rest, each a run of one row */
-    const int64_t run = (share->last - share->first) / ROWS, rest = share->first + ROWS * run;
-    if (run > 0) NAME(lean_runs)(&work, share->first, run);
-    if (rest < share->last) NAME(lean_runs)(&work, rest, 1);
+    /* 2. The rows */
+    NAME(pass)(&work, NAME(lean_runs));
     /* 3. This thread's sums */
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);

@@ -161,7 +161,7 @@ def _of_parameter(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
     device, noise = matrix.param.device, scalars.noise
     t = _on(device, scalars.t)
     return {
-        "weight": scalars.weight,
+        "weight": 1 - matrix.beta1,
         "decay": _on(device, scalars.decay),
         "factor": _on(device, scalars.factor),
         "skip": scalars.skip,

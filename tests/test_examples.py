@@ -56,17 +56,17 @@ def assert_continues(folder, example, steps, stop_after):
 def test_pytorch_loop(tmp_path):
     """Against AdamW; and stopped half-way."""
     _, coupled_loss, coupled = run(
-        "pytorch_loop.py", "--steps", 150, "--checkpoint", tmp_path / "whole.pt"
+        "pytorch_loop.py", "--steps", 80, "--checkpoint", tmp_path / "whole.pt"
     )
     _, adamw_loss, adamw = run(
-        *("pytorch_loop.py", "--steps", 150, "--optimizer", "adamw"),
+        *("pytorch_loop.py", "--steps", 80, "--optimizer", "adamw"),
         *("--checkpoint", tmp_path / "adamw.pt"),
     )
     assert coupled < 0.1 < 0.5 < adamw
     assert coupled_loss < adamw_loss + 0.3 < 3.5
-    cut = ("pytorch_loop.py", "--steps", 150, "--checkpoint", tmp_path / "cut.pt")
-    assert run(*cut, "--stop-after", 70)[0] == 70
-    assert run(*cut)[0] == 150
+    cut = ("pytorch_loop.py", "--steps", 80, "--checkpoint", tmp_path / "cut.pt")
+    assert run(*cut, "--stop-after", 35)[0] == 35
+    assert run(*cut)[0] == 80
     saved = [torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("whole", "cut")]
     torch.testing.assert_close(saved[0]["model"], saved[1]["model"], rtol=0, atol=0)
     states = [checkpoint["optimizer"]["state"] for checkpoint in saved]

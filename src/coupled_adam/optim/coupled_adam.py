@@ -131,6 +131,7 @@ class CoupledAdam(torch.optim.Adam):
         vocab_size: int | Iterable[int] | None = None,
         lr_factor: None = None,
     ) -> None:
+        arguments = dict(locals())
         if lr_factor is not None:
             raise ValueError(
                 f"lr_factor={lr_factor!r} is an option of the embeddings: write "
@@ -146,15 +147,7 @@ class CoupledAdam(torch.optim.Adam):
                 "the number of their rows; param groups have the options themselves"
             )
         of_embeddings = embedding_options(embeddings or "coupled")
-        coupling = {
-            "coupled": coupled,
-            "second_moment_scale": second_moment_scale,
-            "row_exponent": row_exponent,
-            "zero_sum": zero_sum,
-            "vocab_dim": vocab_dim,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        coupling = {name: value for name, value in coupling.items() if value is not None}
+        coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
         # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.

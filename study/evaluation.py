@@ -105,7 +105,7 @@ def evaluate(
 
 def _logged(report: Mapping[str, Any]) -> dict[str, Any]:
     """What is logged of a matrix, out of all its measures."""
-    return {key: measure.of(report) for key, measure in LOGGED.items()}
+    return {key: measure.value(report) for key, measure in LOGGED.items()}
 
 
 def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:

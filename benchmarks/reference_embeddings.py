@@ -97,7 +97,7 @@ def reference(results: list[Mapping[str, Any]], sizes: str) -> dict[str, Any]:
     """The least, the median and the largest value of each measure that all results have."""
     measures = {}
     for key, measure in MEASURES.items():
-        values = [measure.of(result) for result in results]
+        values = [measure.value(result) for result in results]
         values = [value for value in values if isinstance(value, float)]
         if values and not measure.path[1:]:
             quantiles = np.quantile(values, [0, 0.5, 1])

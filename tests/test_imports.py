@@ -15,6 +15,7 @@ ROOMS = [
     "errors",
     "fields",
     "files",
+    "inputs",
     "outputs",
     "runs",
     "optim",
@@ -34,7 +35,7 @@ ROOMS = [
     "integrations",
 ]
 STRANGERS = {
-    "optim": {"errors", "fields", "files", "outputs", "runs"},
+    "optim": {"errors", "fields", "files", "inputs", "outputs", "runs"},
     "embeddings": {"optim", ""},
     "text": {"optim", ""},
     "optax": set(ROOMS) - {"optax"},

@@ -49,7 +49,7 @@ class PreemptedError(BaseException):
 
 def printable(text: str) -> str:
     """A text in which each character that a terminal would obey is replaced by a space."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def one_line(error: object, longest: int = 600) -> str:

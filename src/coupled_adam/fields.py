@@ -51,7 +51,8 @@ def sections(cls: type[Any]) -> dict[str, type[Any]]:
 
 def meanings(cls: type[Any]) -> dict[str, str]:
     """What the docstrings of a dataclass and its bases say of each of its fields, by name."""
-    # Entries begin with the names of one or several fields; their further lines are indented.
+    # Entries begin with the names of one or several fields; their further lines are indented:
+    # "first, second: what they are, on a line that may go on\n    in the next".
     docs = (inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in cls.__mro__[-2::-1])
     text = re.sub(r"``|:(?:class|func):", "", "\n\n".join(docs))
     entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)

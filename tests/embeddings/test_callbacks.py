@@ -77,7 +77,7 @@ def test_lightning(tmp_path):
         ):
             report = analyze(layer.weight, counts)
             for name, measure in LOGGED.items():
-                assert float(row[f"{prefix}/{name}"]) == pytest.approx(measure.of(report))
+                assert float(row[f"{prefix}/{name}"]) == pytest.approx(measure.value(report))
     assert not lines[0]["embeddings/largest_logit"]  # before the first step there are no logits
     assert all(float(row["embeddings/largest_logit"]) > 0 for row in lines[1:])
 

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_counts
@@ -17,6 +16,7 @@ from coupled_adam.embeddings.references import references, span
 from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
 from lab.browser import needs_browser, told_by
+from processes import Process
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
 PAIRS = "the\ta\t5.0\nthe\tof\t1.0\nin\tof\t7.5\nto\tunfathomable\t3.0\nis\tto\t2.5\nif\tto\t4.5\n"
@@ -45,13 +45,10 @@ def as_json(capsys, *arguments):
 
 def test_json_is_all_there_is_on_standard_output(gpt2):
     """From a process of its own: no library, no bar and no log writes between."""
-    result = subprocess.run(
-        [sys.executable, "-m", "coupled_adam", "analyze", str(gpt2), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    numbers = json.loads(result.stdout)
+    process = Process([sys.executable, "-m", "coupled_adam", "analyze", gpt2, "--json"])
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    numbers = json.loads(out)
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
     expected = analyze(weight).to_dict()
     assert {name: numbers[name] for name in expected} == expected  # in full precision
@@ -123,10 +120,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     (tmp_path / "odd.bin").write_bytes(b"odd")
     (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
-        (
-            "--counts",
-            "long.npy",
-        ): "has the shape [449], but must hold one number for each of the 448 rows",
+        ("--counts", "long.npy"): "[449], but must hold one number for each of the 448 rows",
         ("--counts", "one.npy"): "has the shape [], but must hold one number for each",
         ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
@@ -154,10 +148,8 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
     shutil.rmtree(training / "model")
     again = as_json(capsys, training)
     for one, other in zip((first, second), again):
-        assert (other["tensor"], other["padding_rows"]) == (
-            f"state_dict.model.{one['tensor']}",
-            None,
-        )
+        assert other["tensor"] == f"state_dict.model.{one['tensor']}"
+        assert other["padding_rows"] is None
         assert other["isotropy"] == one["isotropy"]
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
@@ -197,7 +189,6 @@ def test_what_a_page_and_a_map_show(gpt2, tmp_path, capsys):
     assert str(gpt2) not in text.partition("Plotly.newPlot(")[0]
 
 
-@pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, and in a page that escapes the names it is given."""
     odd = tmp_path / "<b>odd"
@@ -278,16 +269,9 @@ def test_a_text_is_named_as_it_was_given(command, name, reason, gpt2, tmp_path, 
 
 
 def test_unusable_input(gpt2, tmp_path, capsys):
-    torch.manual_seed(0)
-    T5EncoderModel(
-        T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1)
-    ).save_pretrained(tmp_path / "t5")
-    numbers = as_json(capsys, tmp_path / "t5")
-    assert (numbers["role"], numbers["padding_rows"]) == ("input", None)  # it has no tokenizer
     np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
     np.save(tmp_path / "one.npy", np.eye(3))
     np.save(tmp_path / "large.npy", 1e200 * np.eye(3))
-    np.save(tmp_path / "small.npy", 1e-300 * np.eye(3))
     np.save(tmp_path / "two.npy", np.ones(2))
     for arguments, message in {
         ("missing/model/here",): "there is no such file, folder or model",
@@ -323,10 +307,9 @@ def test_a_tokenizer_by_its_file(gpt2, tmp_path, capsys):
     (model / "config.json").write_text('{"model_type": "unknown"}')
     numbers = as_json(capsys, model, "--tokenizer", model / "tokenizer.json")
     assert numbers["padding_rows"] == as_json(capsys, gpt2)["padding_rows"]
-    (tmp_path / "bad.json").write_text("{")
-    assert (
-        "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", tmp_path / "bad.json")[2]
-    )
+    bad = tmp_path / "bad.json"
+    bad.write_text("{")
+    assert "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", bad)[2]
 
 
 def test_names_with_control_characters(tmp_path, capsys):

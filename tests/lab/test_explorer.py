@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings import load_embeddings, row_norms
-from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
-from coupled_adam.embeddings.explorer import token_frame
+from coupled_adam.embeddings import explorer, load_embeddings, row_norms
+from coupled_adam.embeddings.analysis import analyze_model
 from coupled_adam.embeddings.undertrained import find_undertrained
+from coupled_adam.inputs import AnalysisInputs
 from lab.browser import needs_browser
 
 pytest.importorskip("plotly")
@@ -61,7 +61,7 @@ def test_a_sample_has_no_dead_rows(tmp_path):
     matrix[5], matrix[7] = 0, np.nan
     np.save(tmp_path / "matrix.npy", matrix)
     (analysis,) = analyze_model(str(tmp_path / "matrix.npy"), AnalysisInputs())
-    frame = token_frame([find_undertrained(analysis)], limit=60)
+    frame = explorer.token_frame([find_undertrained(analysis)], limit=60)
     assert len(frame) == 60
     assert not {5, 7} & {*frame["id"]}
     near = frame["neighbors"][7]
@@ -90,6 +90,16 @@ def test_the_export_as_parquet(page):
     # The neighbours of the second matrix are rows of the table that belong to it.
     last = table["neighbors"][-1]["ids"]
     assert all(not first[row] for row in last)
+
+
+def test_a_model_that_is_named_twice(tmp_path, monkeypatch):
+    """Has two maps, with its tokens once in each."""
+    np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    (analysis,) = analyze_model(str(tmp_path / "matrix.npy"), AnalysisInputs())
+    points = []
+    monkeypatch.setattr(explorer, "_map", lambda frame, _: points.append(len(frame)) or "")
+    explorer.explorer_page([find_undertrained(analysis)] * 2)
+    assert points == [30, 30]
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
+from coupled_adam.embeddings.analysis import analyze_model
 from coupled_adam.embeddings.changes import compare_analyses
 from coupled_adam.embeddings.neighbours import find_neighbours
 from coupled_adam.embeddings.undertrained import find_undertrained
+from coupled_adam.inputs import AnalysisInputs
 
 SMALL = {"vocab_size": 420, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -77,8 +78,8 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     tensors = load_file(later / "model.safetensors")
     tensors["transformer.wte.weight"][350] *= -2
     save_file(tensors, later / "model.safetensors", {"format": "pt"})
-    arguments = [gpt2, later, "--text", text_file, "--compare", "--undertrained"]
-    answer = json.loads(run(capsys, *arguments, "--json"))
+    arguments = [gpt2, later, "--compare", "--undertrained"]
+    answer = json.loads(run(capsys, *arguments, "--text", text_file, "--json"))
     (changes,) = answer["changes"]
     assert changes["matched"] == 448
     mover = changes["movers"][0]
@@ -152,6 +153,8 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a token of this model"),
         ("gpt2 --neighbours '#999'", "'#999' is not a token of this model"),
         ("bare --neighbours king", "'king' cannot be found without a tokenizer: pass one with"),
+        ("gpt2 --tokens", "--tokens needs files of token ids"),
+        ("gpt2 --token-dtype int64", "--token-dtype int64 is about token files: add --tokens"),
         ("no-model --export m.csv", "--export m.csv must end in .parquet"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),

@@ -13,37 +13,29 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import show, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
+from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs, Answer
+    from coupled_adam.embeddings.analysis import Analysis, Answer
     from coupled_adam.embeddings.changes import Comparison
     from coupled_adam.embeddings.undertrained import UndertrainedReport
-    from coupled_adam.rendering.tables import Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(MeasuringOptions):
+class Options(AnalysisInputs, MeasuringOptions):
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
         .safetensors or .npy file.
-    tensor: the name of the embeddings in the file.
-    tokenizer: a tokenizer's folder, or its id on the hub (default: the model's own).
-    counts: a .npy file with a unigram count for each token.
-    text: count the tokens of this file, or of this folder's files.
-    tokens: count these token files.
-    token_dtype: the type of the ids in them (default: found out).
-    exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
-        (with a count of zero).
     all: show all measures, also with the mean removed, and without the top directions.
     undertrained: name the tokens that were hardly trained.
     verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
@@ -57,13 +49,6 @@ class Options(MeasuringOptions):
     """
 
     models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
-    tensor: str | None = None
-    tokenizer: str | None = None
-    counts: Path | None = None
-    text: Path | None = None
-    tokens: list[Path] | None = None
-    token_dtype: Literal["uint16", "uint32", "int64"] | None = None
-    exclude: list[Literal["padding", "unseen"]] | None = None
     all: bool = False
     undertrained: bool = False
     verify: bool = False
@@ -81,20 +66,18 @@ def run(options: Options) -> None:
     from coupled_adam.embeddings import analysis, analysis_tables
     from coupled_adam.embeddings.changes import compare_analyses
 
+    # What cannot be done is refused before the matrices are measured, which may take minutes.
     _check(options)
     device = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
-    fields = (field.name for field in dataclasses.fields(analysis.AnalysisInputs))
-    inputs = analysis.AnalysisInputs(**{name: getattr(options, name) for name in fields})
-    # A model that cannot be asked is refused before the matrices are measured.
-    folders = _verifiable(options.models, inputs) if options.verify else {}
+    folders = _folders_to_ask(options) if options.verify else {}
     by_model = [
         analysis.analyze_model(
             model,
-            inputs,
+            options,
+            revision=options.revision,
             sets=sets,
-            exclude=options.exclude or [],
             tokens=options.neighbours or (),
             device=device,
             status=working,
@@ -102,41 +85,37 @@ def run(options: Options) -> None:
         for model in options.models
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
-    analyses = [entry for of_model in by_model for entry in of_model]
+    analyses = [entry for entries in by_model for entry in entries]
     undertrained = _undertrained(options, analyses, folders, device)
     answers = _answers(options, analyses)
-    tables = [answer.table for answer in answers]  # for the page, which names more tokens itself
-    if options.undertrained:
-        answers = [
-            *(analysis.Answer(e.analysis, e.numbers, e.table(options.show)) for e in undertrained),
-            *answers,
-        ]
     comparisons = []
     if options.compare:
         with working("what changed"):
             comparisons = compare_analyses(*by_model)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
-    files = _files(options, analyses, undertrained, comparisons, tables)
+    contents = _contents(options, analyses, undertrained, answers, comparisons)
+    if options.undertrained:
+        answers = [*(report.answer(options.show) for report in undertrained), *answers]
     written = []
     try:
-        for path, content in files:
+        for path, content in contents:
             write_file(path, content)
             written.append(path)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            diagnosed = [entry.diagnosis for entry in analyses]
-            if options.undertrained:
-                diagnosed = [entry.diagnosis for entry in undertrained]
-            for entry, sentences in zip(analyses, diagnosed):
+            # What the models answered is part of what is said of their matrices.
+            diagnoses = [entry.diagnosis for entry in undertrained or analyses]
+            for entry, sentences in zip(analyses, diagnoses):
                 show(f"{entry.label}: {' '.join(sentences)}")
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())
-            changed = [comparison.table(options.show) for comparison in comparisons]
-            for table in (*(answer.table for answer in answers), *changed):
-                show(table)
+            for answer in answers:
+                show(answer.table)
+            for comparison in comparisons:
+                show(comparison.table(options.show))
             for path in written:
                 show(f"written: {path}")
 
@@ -181,56 +160,61 @@ def _answers(options: Options, analyses: Sequence[Analysis]) -> list[Answer]:
     return answers
 
 
-def _files(
+def _contents(
     options: Options,
     analyses: Sequence[Analysis],
     undertrained: Sequence[UndertrainedReport],
+    answers: Sequence[Answer],
     comparisons: Sequence[Comparison],
-    tables: Sequence[Table],
 ) -> list[tuple[Path, str | bytes]]:
     """The name and the content of each file that is asked for."""
-    files: list[tuple[Path, str | bytes]] = []
+    contents: list[tuple[Path, str | bytes]] = []
     if options.html is not None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
-        listed = undertrained if options.undertrained else []
-        files.append((options.html, analyses_page(analyses, listed, tables)))
+        named = undertrained if options.undertrained else []  # and not only to color a map
+        tables = [answer.table for answer in answers]
+        contents.append((options.html, analyses_page(analyses, named, tables)))
     if options.export is not None or options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page, export
 
         with working("neighbours for the map"):
             if options.export is not None:
-                files.append((options.export, export(undertrained, comparisons)))
+                contents.append((options.export, export(undertrained, comparisons)))
             if options.explore is not None:
-                files.append((options.explore, explorer_page(undertrained, comparisons)))
-    return files
+                contents.append((options.explore, explorer_page(undertrained, comparisons)))
+    return contents
 
 
-def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
-    """The folder of each model; what cannot be prompted is refused before it is measured."""
+def _folders_to_ask(options: Options) -> dict[str, Path]:
+    """The folder of each model; UsageError if one cannot be prompted."""
     from coupled_adam.embeddings.analysis import find_tokenizer
     from coupled_adam.embeddings.repair import model_folder
 
     folders = {}
-    for model in models:
+    for model in options.models:
         if Path(model).is_file():
             raise UsageError(
                 f"--verify asks a model, and {model} is a file with a matrix: name the folder of "
                 "its model, or leave out --verify"
             )
-        folders[model] = model_folder(model, inputs.revision)
-        if inputs.tokenizer is None:
-            find_tokenizer(model, None, inputs.revision, needed=True)
+        folders[model] = model_folder(model, options.revision)
+        if options.tokenizer is None:
+            find_tokenizer(model, None, options.revision, needed=True)
     return folders
 
 
 def _check(options: Options) -> None:
-    """Refuse what can be refused before a matrix is read, which may take minutes."""
+    """Raise UsageError for options that exclude each other, or that something is missing for."""
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
     if options.neighbours == []:
         raise UsageError("--neighbours needs tokens, such as ' king' or '#42'")
+    if options.tokens == []:
+        raise UsageError("--tokens needs files of token ids, such as train.bin")
+    if options.token_dtype is not None and options.tokens is None:
+        raise UsageError(f"--token-dtype {options.token_dtype} is about token files: add --tokens")
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:

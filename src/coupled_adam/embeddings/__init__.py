@@ -8,9 +8,7 @@ extra memory only for a few H x H matrices and for blocks of rows, not for a cop
 from coupled_adam.errors import install
 
 try:
-    from coupled_adam.embeddings.frequency import (
-        unigram_counts,
-    )
+    from coupled_adam.embeddings.frequency import unigram_counts
     from coupled_adam.embeddings.geometry import (
         all_but_the_top,
         mean_embedding,

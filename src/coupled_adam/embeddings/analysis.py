@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,12 @@ from coupled_adam.embeddings import similarity
 from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Array, Mask, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
+from coupled_adam.embeddings.repair import repair_commands
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
+from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
@@ -28,21 +30,6 @@ from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Excluded = Literal["padding", "unseen"]
-
-
-@dataclasses.dataclass(frozen=True)
-class AnalysisInputs:
-    """Where to find what an analysis needs and the model's folder does not contain."""
-
-    tensor: str | None = None  # the embeddings in the file; None to find them by known names
-    revision: str | None = None  # a branch, tag or commit, for models on the Hugging Face hub
-    tokenizer: str | None = None  # a folder, or an id on the hub; None for the model's own
-    counts: Path | None = None  # a .npy file with unigram counts [V]
-    text: Path | None = None  # a file or folder of text, whose tokens are counted
-    tokens: Sequence[Path] | None = None  # files of nanoGPT and llm.c, whose tokens are counted
-    token_dtype: str | None = None  # of the ids in these files, as token_file takes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +43,10 @@ class Analysis:
     counts: NDArray[Any] | None  # unigram counts [V]
     keep: Mask | None  # the rows that were measured, [V]; None if all were
     norms: Array  # [V], of all rows; NaN for those that are not finite
-    inputs: AnalysisInputs
+    dead: list[int]  # the rows that are zero or not finite, which are never measured
+    repair: str  # the command that gives dead rows new values; empty where it would be refused
+    recenter: str  # the command that removes the mean; empty where it would be refused
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
-
-    @functools.cached_property
-    def dead(self) -> list[int]:
-        """The rows that are zero or not finite, which are never measured."""
-        dead: list[int] = np.flatnonzero(~(self.norms > 0)).tolist()
-        return dead
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -78,31 +61,21 @@ class Analysis:
     @property
     def label(self) -> str:
         """The model's name, and the role of the matrix."""
-        name, entry = self.name, self.embeddings
-        side = entry.side if entry.role == "input" else ""
-        return (
-            name
-            if entry.role == "embeddings"
-            else f"{name}, {side} {entry.role}".replace("  ", " ")
-        )
+        entry = self.embeddings
+        if entry.role == "embeddings":  # of which nothing is known
+            return self.name
+        side = f"{entry.side} " if entry.role == "input" and entry.side else ""
+        return f"{self.name}, {side}{entry.role}"
 
     @functools.cached_property
     def diagnosis(self) -> list[str]:
         """Where the measures lie, what that means, and what to do next, in sentences."""
-        from coupled_adam.embeddings.repair import repair_commands
-
-        # A model's embeddings are repaired, and not any tensor.
-        repair = recenter = ""
-        if self.inputs.tensor is None:
-            repair, recenter = repair_commands(
-                self.model, self.inputs.revision, self.embeddings, self.dead
-            )
         return self.report.sentences(
             role=self.embeddings.role,
             dead=[self.vocabulary.name(row) for row in self.dead],
             left_out=self.embeddings.left_out,
-            repair=repair,
-            recenter=recenter,
+            repair=self.repair,
+            recenter=self.recenter,
         )
 
     @property
@@ -146,72 +119,88 @@ def analyze_model(
     model: str,
     inputs: AnalysisInputs,
     *,
+    revision: str | None = None,
     sets: similarity.Sets | None = None,
-    exclude: Collection[Excluded] = (),
     tokens: Sequence[str] = (),
     device: str = "cpu",
     status: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
-    Rows that are zero or not finite are left out; with ``exclude``, also those that belong to no
-    token of the tokenizer (``"padding"``), and tokens with a count of zero (``"unseen"``).
-    ``tokens`` are those that the model must have, as :meth:`Vocabulary.row` takes them. ``status``
-    shows what is being measured.
+    Rows that are zero or not finite are left out, and those that ``inputs`` excludes.
+
+    Args:
+        model: as :func:`load_embeddings` takes it; so is ``revision``.
+        sets: word-similarity sets, as :func:`word_similarity_sets` returns them.
+        tokens: those that the model must have, as :meth:`Vocabulary.row` takes them.
+        device: where the measures are computed.
+        status: shows what is being measured.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
     with prefixed_usage_error("", (ValueError, OSError)):
-        matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
-    needed = sets is not None or "padding" in exclude or inputs.text is not None
-    tokenizer = find_tokenizer(model, inputs.tokenizer, inputs.revision, needed)
+        matrices = load_embeddings(model, tensor=inputs.tensor, revision=revision)
+    needed = sets is not None or "padding" in (inputs.exclude or ()) or inputs.text is not None
+    tokenizer = find_tokenizer(model, inputs.tokenizer, revision, needed)
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
         vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
         for token in tokens:
             vocabulary.row(token)
+    token_ids = None if tokenizer is None else similarity.single_tokens(tokenizer)
     analyses = []
     for entry in matrices:
-        token_ids = None if tokenizer is None else similarity.single_tokens(tokenizer)
-        is_token = None
+        is_token = None  # [V]
         if tokenizer is not None:
             is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
+        norms = finite_rows(entry.matrix)[1]
         with prefixed_usage_error(f"{model}: "):
             counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix))
-            norms = finite_rows(entry.matrix)[1]
-            keep = _measured(norms > 0, is_token, counts, exclude)
+            keep = _rows_to_measure(norms > 0, is_token, counts, inputs.exclude or ())
             with status(f"measuring {Path(model).name}, {entry.role}"):
                 report = analyze(
-                    entry.matrix.to(device),
-                    counts,
-                    sets=sets,
-                    token_ids=token_ids,
-                    keep=keep,
+                    entry.matrix.to(device), counts, sets=sets, token_ids=token_ids, keep=keep
                 )
-        padding = None if is_token is None else int((~is_token).sum())
+        dead: list[int] = np.flatnonzero(~(norms > 0)).tolist()
+        # A model's embeddings are repaired, and not any tensor.
+        repair = recenter = ""
+        if inputs.tensor is None:
+            repair, recenter = repair_commands(model, revision, entry, dead)
         analyses.append(
-            Analysis(model, entry, report, padding, counts, keep, norms, inputs, tokenizer)
+            Analysis(
+                model=model,
+                embeddings=entry,
+                report=report,
+                padding_rows=None if is_token is None else int((~is_token).sum()),
+                counts=counts,
+                keep=keep,
+                norms=norms,
+                dead=dead,
+                repair=repair,
+                recenter=recenter,
+                tokenizer=tokenizer,
+            )
         )
     return analyses
 
 
-def _measured(
-    alive: Mask, is_token: Mask | None, counts: NDArray[Any] | None, exclude: Collection[Excluded]
+def _rows_to_measure(
+    alive: Mask, is_token: Mask | None, counts: NDArray[Any] | None, exclude: Collection[str]
 ) -> Mask | None:
     """The rows to measure, [V]; None for all."""
     # Without any row to measure, analyze says what is wrong with the matrix.
-    measured = alive | (not alive.any())
+    keep = alive | (not alive.any())
     if "padding" in exclude and is_token is not None:
-        measured &= is_token
+        keep &= is_token
     if "unseen" in exclude:
         if counts is None:
             raise UsageError("--exclude unseen needs --counts, --text or --tokens")
-        measured &= counts > 0
-    if not measured.any():
+        keep &= counts > 0
+    if not keep.any():
         raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-    return None if measured.all() else measured
+    return None if keep.all() else keep
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
@@ -260,19 +249,15 @@ def _counts(
         assert tokenizer is not None
         return _count("--text", token_pieces(inputs.text, tokenizer), rows)
     if inputs.tokens:
-        return _count_token_files(inputs.tokens, inputs.token_dtype, rows)
+        with prefixed_usage_error("--tokens ", UsageError):
+            ids = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
+        pieces = (ids[start : start + 2**24] for start in range(0, len(ids), 2**24))
+        return _count("--tokens", pieces, rows)
     if inputs.counts is not None:
         with prefixed_usage_error("--counts "):
             return _read_counts(inputs.counts, is_token, rows)
     path = Path(model) / COUNTS  # of a run
     return _read_counts(path, is_token, rows) if path.exists() else None
-
-
-def _count_token_files(paths: Sequence[Path], dtype: str | None, rows: int) -> NDArray[np.int64]:
-    with prefixed_usage_error("--tokens ", UsageError):
-        tokens = Tokens([token_file(path, rows, dtype) for path in paths])
-    pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
-    return _count("--tokens", pieces, rows)
 
 
 def _read_counts(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:

@@ -1,6 +1,6 @@
 """Reports on the embeddings of several models as a page of HTML with pictures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -45,51 +45,50 @@ def analyses_page(
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     """Pictures of the matrices, their spectra and norms; with counts, also of frequency."""
-    number = len(analyses)
     # matplotlib reads text between two $ as a formula.
     styles = [(f"C{i % 10}", a.label.replace("$", r"\$")) for i, a in enumerate(analyses)]
-    matrices = [_measured(analysis.embeddings.matrix, analysis) for analysis in analyses]
-    # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
-    columns = min(3, number)
-    rows = -(-number // columns)
-    clouds = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
-    panels = clouds.subplots(rows, columns, squeeze=False).flat
-    for matrix, (color, label), ax in zip(matrices, styles, panels):
-        pictures.plot_cloud(ax, matrix, color)
+
+    def spectra(ax: Axes) -> None:
+        for analysis, style in zip(analyses, styles):
+            pictures.plot_spectrum(ax, np.array(analysis.report.singular_values), *style)
+
+    def norms(ax: Axes) -> None:
+        for analysis, style in zip(analyses, styles):
+            pictures.plot_norm_histogram(ax, _measured(analysis.norms, analysis), *style)
+
+    def frequencies(ax: Axes) -> None:
+        for analysis, style in zip(analyses, styles):
+            if analysis.counts is not None:
+                counts = _measured(analysis.counts, analysis)
+                pictures.plot_norms(ax, _measured(analysis.norms, analysis), counts, *style)
+
+    drawn = [
+        _clouds(analyses, styles),
+        single(spectra, "Singular values relative to the largest."),
+        single(norms, "Norms of the embeddings."),
+    ]
+    if any(analysis.counts is not None for analysis in analyses):
+        drawn.append(single(frequencies, "Norms against how often the tokens occur."))
+    return drawn
+
+
+def _clouds(analyses: Sequence[Analysis], styles: Sequence[tuple[str, str]]) -> Picture:
+    """A panel for each matrix, as clouds would hide each other; the rest of the grid is empty."""
+    columns = min(3, len(analyses))
+    rows = -(-len(analyses) // columns)
+    figure = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for analysis, (color, label), ax in zip(analyses, styles, panels):
+        pictures.plot_cloud(ax, _measured(analysis.embeddings.matrix, analysis), color)
         pictures.finish_clouds(ax)
         ax.set_title(label)
     for ax in panels:
         ax.set_axis_off()
-    caption = (
+    return Picture(
+        figure,
         "The embeddings projected onto the direction of their mean (horizontal) and onto the "
-        "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin."
+        "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin.",
     )
-
-    def each(plot: Any, data: Sequence[Any]) -> Callable[[Axes], None]:
-        """A function that draws what there is of each matrix."""
-
-        def draw(ax: Axes) -> None:
-            for entry, style in zip(data, styles):
-                if entry is not None:
-                    plot(ax, entry, *style)
-
-        return draw
-
-    norms = [_measured(analysis.norms, analysis) for analysis in analyses]
-    spectra = [np.array(analysis.report.singular_values) for analysis in analyses]
-    drawn = [
-        Picture(clouds, caption),
-        single(each(pictures.plot_spectrum, spectra), "Singular values relative to the largest."),
-        single(each(pictures.plot_norm_histogram, norms), "Norms of the embeddings."),
-    ]
-    counted = [
-        None if a.counts is None else (rows, _measured(a.counts, a))
-        for a, rows in zip(analyses, norms)
-    ]
-    if any(counted):
-        plot = each(lambda ax, pair, *style: pictures.plot_norms(ax, *pair, *style), counted)
-        drawn.append(single(plot, "Norms against how often the tokens occur."))
-    return drawn
 
 
 def _measured(rows: Any, analysis: Analysis) -> Any:

@@ -1,17 +1,15 @@
 """Reports on the embeddings of several models: the table of their measures, and JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
-from coupled_adam.embeddings.references import references, span
-from coupled_adam.rendering.tables import Cell, Table
-
-Row = list[str | Cell]
-"""A label, a symbol, a value for each matrix, and the range of the references."""
+from coupled_adam.embeddings.references import references
+from coupled_adam.embeddings.report import Row, measure_rows
+from coupled_adam.rendering.tables import Table
 
 
 def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
@@ -42,34 +40,11 @@ def references_table() -> Table:
         ["V x H", "", *(reference.sizes for reference in references())],
     ]
     for measure in MEASURES.values():
-        values = [reference.of(measure.key) for reference in references()]
+        values = [reference.median(measure.key) for reference in references()]
         if any(value is not None for value in values):
             rows.append([measure.label, measure.symbol, *map(measure.text, values)])
     names = [reference.name for reference in references()]
     return Table(["", "", *names], rows, "References, medians", left=(0, 1))
-
-
-def measure_rows(
-    reports: Sequence[Measures | Mapping[str, Any]],
-    *,
-    all_measures: bool = False,
-    as_is: bool = True,
-) -> list[Row]:
-    """A row for each measure, or for each of the first, that one of some reports or dicts has.
-
-    Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
-    say nothing once it is removed, and no references.
-    """
-    rows: list[Row] = []
-    for measure in MEASURES.values():
-        values = [measure.of(report) for report in reports]
-        shown = (all_measures or measure.first) and (as_is or not measure.of_the_mean)
-        # Without its mean or top directions a matrix has zeros that mean nothing.
-        if not shown or not any(value is not None if as_is else value for value in values):
-            continue
-        texts = map(measure.text, values)
-        rows.append([measure.label, measure.symbol, *texts, span(measure.key) if as_is else ""])
-    return rows
 
 
 def _facts(analyses: Sequence[Analysis]) -> list[Row]:

@@ -109,12 +109,12 @@ def diagnose(
 
 
 def _text(key: str, measures: Measures) -> str:
-    return MEASURES[key].text(MEASURES[key].of(measures))
+    return MEASURES[key].text(MEASURES[key].value(measures))
 
 
 def _placed(measures: Measures) -> str:
     """Where the measures that can be compared lie."""
-    values = [(MEASURES[key], MEASURES[key].of(measures)) for key in _PLACED]
+    values = [(MEASURES[key], MEASURES[key].value(measures)) for key in _PLACED]
     phrases = [
         f"{measure.label} {measure.text(value)} is {place(measure.key, value)}"
         for measure, value in values

@@ -65,19 +65,9 @@ def token_frame(
 
     frames: list[pandas.DataFrame] = []
     for entry in matrices:
-        matrix = entry.analysis.embeddings.matrix
         rows = _chosen(entry, None if limit is None else limit // len(matrices))
-        frame = pandas.DataFrame(_columns(entry, comparisons, rows))
-        # Among themselves, so that the numbers of the frame's rows name them.
-        shown = np.isin(np.arange(len(matrix)), rows)
-        frame["x"], frame["y"] = _principal_components(matrix, shown)
-        near, cosines = nearest(matrix, rows, centered=True, keep=shown)
-        numbers = np.searchsorted(rows, near) + sum(map(len, frames))
-        frame["neighbors"] = [
-            {"ids": ids.tolist(), "distances": distances.tolist()}
-            for ids, distances in zip(numbers, 1 - cosines)
-        ]
-        frames.append(frame)
+        columns = _columns(entry, comparisons, rows, first=sum(map(len, frames)))
+        frames.append(pandas.DataFrame(columns))
     return pandas.concat(frames, ignore_index=True)
 
 
@@ -94,20 +84,17 @@ def explorer_page(
     """A map of the tokens as one page of HTML that loads nothing, with a field to search in it."""
     from plotly.offline import get_plotlyjs
 
-    frame = token_frame(matrices, comparisons, limit=POINTS)
-    # What a point says when the mouse is on it; plotly takes text for HTML.
-    frame["name"] = [html.escape(repr(t) if t else "–", quote=False) for t in frame["token"]]
-    frame["nearest"] = [
-        ", ".join(frame["name"][near["ids"][:_HOVERED]]) for near in frame["neighbors"]
-    ]
     # A map for each matrix.
     figures = []
     for entry in matrices:
-        analysis = entry.analysis
-        is_here = (frame["model"] == _utf8(analysis.model)) & (
-            frame["tensor"] == _utf8(analysis.embeddings.tensor)
-        )
-        figures.append((analysis.label, Markup(_map(frame[is_here], entry.indicated.order_by))))
+        frame = token_frame([entry], comparisons, limit=POINTS // len(matrices))
+        # What a point says when the mouse is on it; plotly takes text for HTML.
+        frame["name"] = [html.escape(repr(t) if t else "–", quote=False) for t in frame["token"]]
+        frame["nearest"] = [
+            ", ".join(frame["name"][near["ids"][:_HOVERED]]) for near in frame["neighbors"]
+        ]
+        drawn = _map(frame, entry.indicated.order_by)
+        figures.append((entry.analysis.label, Markup(drawn)))
     labels = [label for label, _ in figures]
     shown = {entry.indicated.order_by for entry in matrices}
     page = render(
@@ -159,7 +146,7 @@ def _map(frame: pandas.DataFrame, color: str) -> str:
 
 def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
     """The rows of a matrix that are finite and different from zero, or a sample of them."""
-    rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.indicated.dead)
+    rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.analysis.dead)
     if share is None or len(rows) <= share:
         return rows
     # Under-trained tokens come first, and the rest is random.
@@ -180,9 +167,16 @@ def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[
 
 
 def _columns(
-    entry: UndertrainedReport, comparisons: Sequence[Comparison], rows: NDArray[np.int64]
+    entry: UndertrainedReport,
+    comparisons: Sequence[Comparison],
+    rows: NDArray[np.int64],
+    *,
+    first: int,
 ) -> dict[str, Any]:
-    """What is known of some rows [n] of a matrix, a column [n] each."""
+    """What is known of some rows [n] of a matrix, a column [n] each.
+
+    ``first`` is the number of the first of them in the frame.
+    """
     analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
 
     def placed(values: NDArray[Any], known: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -208,6 +202,15 @@ def _columns(
     for comparison in comparisons:
         if comparison.after is analysis and comparison.changes.cosines is not None:
             columns["change"] = placed(comparison.changes.cosines, comparison.rows)
+    # Neighbours are sought among the rows that are shown, which numbers of the frame's rows name.
+    matrix = analysis.embeddings.matrix
+    shown = np.isin(np.arange(len(matrix)), rows)
+    columns["x"], columns["y"] = _principal_components(matrix, shown)
+    near, cosines = nearest(matrix, rows, centered=True, keep=shown)  # [n, k] each
+    columns["neighbors"] = [
+        {"ids": ids.tolist(), "distances": distances.tolist()}
+        for ids, distances in zip(np.searchsorted(rows, near) + first, 1 - cosines)
+    ]
     return columns
 
 

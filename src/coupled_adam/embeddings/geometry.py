@@ -92,7 +92,7 @@ def top_directions(hidden_size: int, directions: int | None) -> int:
     return directions
 
 
-def mean_and_norms(embeddings: Embeddings, keep: Mask | None = None) -> tuple[Any, Any]:
+def mean_and_norms(embeddings: Embeddings, keep: Mask | None = None) -> tuple[Tensor, Tensor]:
     """The mean [H] and the norms [V] of all rows, or of the rows to keep; see :func:`blocks`."""
     check(embeddings)
     total: Tensor | float = 0.0

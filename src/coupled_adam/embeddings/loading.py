@@ -5,19 +5,17 @@ They are found by the tensor names that are common in the various families of mo
 
 import contextlib
 import dataclasses
-import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.embeddings.weights import SUFFIXES, Weights, open_file, open_hub_file, readable
-from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
-from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
+from coupled_adam.embeddings.model_files import LISTED, open_model
+from coupled_adam.embeddings.weights import Weights
 
 # The names of layers in the families of models, after any prefix.
 _INPUTS = """
@@ -47,7 +45,6 @@ _HAS_HEAD = re.compile(
 )
 # What these learn before finetuning needs no head with a row for each token.
 _HAS_NO_HEAD = re.compile("(Electra|Funnel|Splinter)ForPreTraining")
-_LISTED = 8
 Role = Literal["input", "output", "tied", "embeddings"]
 
 
@@ -97,16 +94,7 @@ def load_embeddings(
         ValueError: if a file is damaged or needs unpickling; if it has no embeddings with a known
             name, or several whose numbers differ, which the message lists.
     """
-    path = Path(source)
-    if path.is_dir():
-        weights = _open_folder(path)
-    elif path.is_file():
-        weights = open_file(path)
-    elif is_hub_id(str(source)) and path.suffix not in SUFFIXES:
-        weights = _open_hub(str(source), revision)
-    else:
-        raise FileNotFoundError(f"{source}: there is no such file, folder or model")
-    return _find(weights, tensor)
+    return _find(open_model(source, revision, _may_be_embeddings), tensor)
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
@@ -131,6 +119,7 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
 def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     """Choose the tensors that are embeddings, and give them their roles."""
     shapes = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
+    # What the user names is a matrix, or a part of the file in which to look.
     if tensor is not None and tensor not in shapes:
         part = {name: shape for name, shape in shapes.items() if name.startswith(f"{tensor}.")}
         if not part:
@@ -141,19 +130,23 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     is_known = any(_is_table(name) or _is_head(name, _OUTPUT_ENDINGS) for name in shapes)
     if tensor in shapes or (len(shapes) == 1 and not is_known):
         (name,) = [tensor] if tensor in shapes else shapes
-        return [EmbeddingMatrix(_read(weights, name), "embeddings", name, weights.config)]
-    left_out: dict[str, str] = {}
-    inputs = _distinct(weights, [name for name in shapes if _is_table(name)], left_out)
-    named = [name for name in shapes if _is_head(name, _OUTPUT_ENDINGS)]
-    if inputs and not named:
-        named = [name for name in shapes if _is_head(name, _VAGUE_ENDINGS)]
+        matrix = weights.read(name)
+        if reason := _why_unusable(matrix):
+            raise ValueError(f"{weights.source}: {name or 'the array'} {reason}")
+        return [EmbeddingMatrix(matrix, "embeddings", name, weights.config)]
+    # Tables are known by their names, and heads by their names and sizes.
+    inputs, left_out = _distinct(weights, [name for name in shapes if _is_table(name)])
+    heads = [name for name in shapes if _is_head(name, _OUTPUT_ENDINGS)]
+    if inputs and not heads:
+        heads = [name for name in shapes if _is_head(name, _VAGUE_ENDINGS)]
     # A head has a row for each token, or some more or fewer; those of classifiers have not.
     tokens = max(map(len, inputs.values()), default=0)
-    for name in [name for name in named if shapes[name][0] < tokens / 2]:
+    for name in [name for name in heads if shapes[name][0] < tokens / 2]:
         if not _PACKED.search(name):
             left_out[name] = f"has too few rows for {tokens} tokens"
-            named.remove(name)
-    outputs = _distinct(weights, named, left_out)
+            heads.remove(name)
+    outputs, unusable = _distinct(weights, heads)
+    left_out |= unusable
     if not inputs and not outputs:
         reasons = [f"{name} {reason}" for name, reason in left_out.items()]
         hint = f"choose one with --tensor: {_listed(shapes)}" if shapes else "no matrices in it"
@@ -164,13 +157,13 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     # Under an unknown name there may be further embeddings.
     sizes = {len(matrix) for matrix in (*inputs.values(), *outputs.values())}
     for name, (rows, _) in shapes.items():
-        known = _is_table(name) or name in named or _POSITIONS.search(name)
+        known = _is_table(name) or name in heads or _POSITIONS.search(name)
         if rows in sizes and not known and not _IN_A_BLOCK.search(name):
             left_out.setdefault(name, "has a row for each token, but no known name")
-    phrases = tuple(f"{n} {[*shapes[n]]} {reason}" for n, reason in left_out.items())
+    phrases = [f"{name} {[*shapes[name]]} {reason}" for name, reason in left_out.items()]
     return [
-        EmbeddingMatrix(matrix, role, name, weights.config, phrases[:_LISTED])
-        for name, matrix, role in _with_roles(inputs, outputs, {*named}, weights.config)
+        EmbeddingMatrix(matrix, role, name, weights.config, tuple(phrases[:LISTED]))
+        for name, matrix, role in _with_roles(inputs, outputs, {*heads}, weights.config)
     ]
 
 
@@ -216,6 +209,11 @@ def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping)]
 
 
+def _may_be_embeddings(name: str) -> bool:
+    """Whether a tensor of this name may be a table or a head."""
+    return _is_table(name) or _is_head(name, (*_OUTPUT_ENDINGS, *_VAGUE_ENDINGS))
+
+
 def _layer(name: str) -> str:
     """The layer that a tensor belongs to, with a dot before each part of its name."""
     return "." + _WRAPPER.sub("", _PACKED.sub("", name).removesuffix(".weight"))
@@ -242,19 +240,18 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(matrix.contiguous().view(torch.uint8) for matrix in (one, other)))
 
 
-def _distinct(
-    weights: Weights, names: Sequence[str], left_out: dict[str, str]
-) -> dict[str, Tensor]:
-    """The matrices that differ, a decoder's last; what cannot be read goes to ``left_out``.
+def _distinct(weights: Weights, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The matrices [V, H] that differ, a decoder's last; and why others cannot be used, by name.
 
     A checkpoint may hold a model, its average and its gradients: several matrices that differ, and
     are not an encoder's and a decoder's, are a ValueError.
     """
     matrices: dict[str, Tensor] = {}
+    unusable: dict[str, str] = {}
     for name in sorted(names, key=lambda name: ("", "encoder", "decoder").index(_side(name))):
         matrix = weights.read(name)
         if reason := _why_unusable(matrix):
-            left_out[name] = reason
+            unusable[name] = reason
         elif not any(_is_equal(matrix, other) for other in matrices.values()):
             matrices[name] = matrix
     if len({*map(_side, matrices)}) < len(matrices):
@@ -263,20 +260,13 @@ def _distinct(
             f"{weights.source} has several embeddings whose numbers differ: {listed}; choose one "
             "with --tensor (tensor= in Python), by its name or the beginning of it"
         )
-    return matrices
+    return matrices, unusable
 
 
 def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     """The largest matrices, with their shapes."""
     largest = sorted(shapes.items(), key=lambda item: (-math.prod(item[1]), item[0]))
-    return ", ".join(f"{name} {list(shape)}" for name, shape in largest[:_LISTED])
-
-
-def _read(weights: Weights, name: str) -> Tensor:
-    matrix = weights.read(name)
-    if reason := _why_unusable(matrix):
-        raise ValueError(f"{weights.source}: {name or 'the array'} {reason}")
-    return matrix
+    return ", ".join(f"{name} {list(shape)}" for name, shape in largest[:LISTED])
 
 
 def _why_unusable(matrix: Tensor) -> str:
@@ -288,112 +278,3 @@ def _why_unusable(matrix: Tensor) -> str:
         dtype = str(matrix.dtype).removeprefix("torch.")
         return f"is quantised ({dtype}); floating-point numbers of 16 bits or more are needed"
     return ""
-
-
-def _open_folder(folder: Path) -> Weights:
-    if is_run(folder):
-        if (folder / MODEL).exists():
-            return _open_folder(folder / MODEL)
-        # While a run is being trained, its last checkpoint is what there is.
-        checkpoints = by_step(folder / CHECKPOINTS)
-        if not checkpoints:
-            raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
-        last = checkpoints[max(checkpoints)]
-        return _open_folder(last) if last.is_dir() else open_file(last)
-    if (folder / ".metadata").exists():
-        raise ValueError(
-            f"{folder} is a distributed checkpoint, whose index is a pickle: convert it with "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} NEW.pt"
-        )
-    config = _json(folder / "config.json") if (folder / "config.json").exists() else {}
-    # In the order of transformers. An index may be stale, of an earlier save in several files.
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).exists():
-            opened = open_file(folder / name)
-            return dataclasses.replace(opened, source=str(folder), config=config)
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            return _join(str(folder), _json(index), lambda file: open_file(folder / file), config)
-    raise ValueError(f"{folder} {_what_it_is(folder)}")
-
-
-def _what_it_is(folder: Path) -> str:
-    """What a folder without weights that can be read holds instead, and what to name."""
-    if runs := inner_runs(folder):
-        return f"is not a model, but holds runs: name one, such as {runs[0]}"
-    if snapshots := sorted(folder.glob("**/snapshots/*")):
-        return f"is a cache of the Hugging Face hub: name a model in it, such as {snapshots[0]}"
-    if (folder / "adapter_config.json").exists():
-        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return (
-            f"holds an adapter of {base} alone: name that model, or one that peft's "
-            "merge_and_unload has made of the two"
-        )
-    if (folder / "modules.json").exists():
-        inner = [path.parent for path in sorted(folder.glob("*/*.safetensors"))]
-        where = f": name the part with the embeddings, such as {inner[0]}" if inner else ""
-        return f"is a model of sentence-transformers{where}"
-    names = sorted(f"{path.name}{'/' * path.is_dir()}" for path in folder.iterdir())
-    if shards := [name for name in names if re.search(r"-\d+-of-\d+\.", name)]:
-        return f"holds shards, such as {shards[0]}, but not the index.json that says what is where"
-    listed = ", ".join(names[:_LISTED]) + ", ..." * (len(names) > _LISTED)
-    return (
-        "has no weights that can be read: no model.safetensors or pytorch_model.bin, nor an index "
-        f"of one; it holds {listed or 'nothing'}"
-    )
-
-
-def _join(
-    source: str,
-    index: Mapping[str, Any],
-    open_shard: Callable[[str], Weights],
-    config: Mapping[str, Any],
-) -> Weights:
-    """Join a model's shards; only shards that may contain embeddings are opened."""
-    with readable(f"{source}: not an index of weights"):
-        files = {str(name): str(file) for name, file in index["weight_map"].items()}
-    endings = (*_OUTPUT_ENDINGS, *_VAGUE_ENDINGS)
-    known = {file for name, file in files.items() if _is_table(name) or _is_head(name, endings)}
-    # Without a known name in the index any of them may have the embeddings.
-    opened = [open_shard(file) for file in sorted(known or {*files.values()})]
-    shards = {name: shard for shard in opened for name in shard.shapes}
-    shapes = {name: shard.shapes[name] for name, shard in shards.items()}
-    return Weights(source, shapes, lambda name: shards[name].read(name), config)
-
-
-def _open_hub(name: str, revision: str | None) -> Weights:
-    """Open a model on the hub; only the bytes of its embeddings are downloaded."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, RemoteEntryNotFoundError
-
-    reach_hub()
-
-    def download(filename: str) -> dict[str, Any]:
-        try:
-            return _json(Path(huggingface_hub.hf_hub_download(name, filename, revision=revision)))
-        except RemoteEntryNotFoundError:
-            return {}
-
-    try:
-        config = download("config.json")
-        try:
-            weights = open_hub_file(name, "model.safetensors", revision)
-        except EntryNotFoundError:
-            index = download("model.safetensors.index.json")
-            if not index:
-                raise
-            return _join(name, index, lambda file: open_hub_file(name, file, revision), config)
-        return dataclasses.replace(weights, source=name, config=config)
-    except ValueError:
-        raise
-    except Exception as error:  # huggingface_hub and its HTTP client raise many types
-        raise FileNotFoundError(
-            f"{name}: there is no such file or folder here, nor a model on the hub that can be "
-            f"read ({hub_error(error)})"
-        ) from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with readable(f"{path}: not a JSON object"):
-        content: dict[str, Any] = {**json.loads(path.read_text(encoding="utf-8"))}
-    return content

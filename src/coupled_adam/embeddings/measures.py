@@ -52,7 +52,7 @@ class Measure:
     function: Callable[[MeasureInputs], Any] | None
     meaning: str = ""  # what it says, a fragment of a sentence
     short: str = ""  # its name above a column, if that is neither the symbol nor the label
-    of_the_mean: bool = False  # whether it says nothing once the mean is removed
+    about_mean: bool = False  # whether it says nothing once the mean is removed
     first: bool = False  # whether a report shows it without being asked for all measures
     column: bool = False  # whether the table of runs has a column for it, as the paper's tables
     comparable: bool = False  # whether norms and sizes of matrices do not matter to it
@@ -70,12 +70,12 @@ class Measure:
         """The header of a column, with an arrow to the better values."""
         return self.short_name + {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
 
-    def of(self, results: object) -> float | None:
+    def value(self, results: object) -> float | None:
         """Look the number up in a report, or in its dict; None if it was not measured."""
-        value: Any = results
+        entry: Any = results
         for key in self.path:
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        return value  # type: ignore[no-any-return]
+            entry = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
+        return entry  # type: ignore[no-any-return]
 
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
@@ -180,13 +180,13 @@ _TABLE = [
     ),
     Measure(
         "mean_norm", "mean norm", "‖μ‖", 3, "lower", lambda rows: rows.mean_norm,
-        "norm of the mean embedding", column=True, logged=True, of_the_mean=True,
+        "norm of the mean embedding", column=True, logged=True, about_mean=True,
     ),
     Measure(
         "mean_norm_ratio", "relative mean norm", "‖μ‖ʳ", 3, "lower",
         _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
         "that norm relative to the mean norm",
-        first=True, column=True, comparable=True, logged=True, of_the_mean=True,
+        first=True, column=True, comparable=True, logged=True, about_mean=True,
     ),
     Measure(
         "word_similarity", "word similarity, mean of the sets", "r̄", 1, "higher",
@@ -243,7 +243,7 @@ _TABLE = [
         "isotropy_published", "isotropy, as published", "", 2, None,
         lambda rows: isotropy_of(rows.log_z[:1]),
         "isotropy with the signs of the eigenvectors that the library happens to return",
-        of_the_mean=True,
+        about_mean=True,
     ),
     Measure(
         "norm_frequency_correlation_published", "norm vs. log frequency, as published", "", 2,
@@ -254,7 +254,7 @@ _TABLE = [
     Measure(
         "mean_frequency_correlation", "along the mean vs. log frequency", "", 2, None,
         lambda rows: _correlation(rows.along, rows.p), "correlation of e · μ and log frequency",
-        first=True, of_the_mean=True,
+        first=True, about_mean=True,
     ),
     Measure("norm_mean", "norm, mean over rows", "‖e‖", 3, None, lambda rows: rows.norms.mean()),
     Measure("norm_std", "norm, standard deviation", "", 3, None, lambda rows: rows.norms.std()),
@@ -284,5 +284,5 @@ def small_print(measures: Iterable[Measure]) -> str:
 
 def logged(report: object) -> dict[str, float]:
     """The numbers of a report to log, by key; without those that are not defined."""
-    values = {key: measure.of(report) for key, measure in LOGGED.items()}
+    values = {key: measure.value(report) for key, measure in LOGGED.items()}
     return {key: value for key, value in values.items() if value is not None}

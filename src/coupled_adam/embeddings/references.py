@@ -22,7 +22,7 @@ class Reference:
     sizes: str  # V x H
     measures: Mapping[str, Sequence[float]]  # the least, the median and the largest value of each
 
-    def of(self, key: str) -> float | None:
+    def median(self, key: str) -> float | None:
         """The median of a measure; None if it was not measured."""
         return self.measures[key][1] if key in self.measures else None
 
@@ -36,7 +36,7 @@ def references() -> list[Reference]:
 
 def span(key: str) -> str:
     """From which to which median the references reach, if a measure can be compared with them."""
-    values = [value for value in (r.of(key) for r in references()) if value is not None]
+    values = [value for value in (r.median(key) for r in references()) if value is not None]
     if not (MEASURES[key].comparable and values):
         return ""
     return f"{_shown(min(values))} to {_shown(max(values))}"
@@ -44,7 +44,7 @@ def span(key: str) -> str:
 
 def place(key: str, value: float) -> str:
     """Between which references a value lies: a fragment of a sentence that names them."""
-    values = ((median, r.name) for r in references() if (median := r.of(key)) is not None)
+    values = ((median, r.name) for r in references() if (median := r.median(key)) is not None)
     ordered = sorted(values)
     below = [f"{name} ({_shown(median)})" for median, name in ordered if median <= value]
     above = [f"{name} ({_shown(median)})" for median, name in ordered if median > value]

@@ -4,7 +4,7 @@ import dataclasses
 import html
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, wo
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
+
+Row = list[str | Cell]
+"""A label, a symbol, a value for each matrix, and the range of the references."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,20 +74,37 @@ class EmbeddingReport(Measures):
 
     def table(self) -> Table:
         """All measures of the three variants, and the range of the references for the first."""
-        rows: list[list[str | Cell]] = []
-        for measure in MEASURES.values():
-            variants = self, self.centered, self.all_but_the_top
-            value, *changed = map(measure.of, variants)
-            if value is not None:
-                texts = map(measure.text, [value, *changed])
-                rows.append([measure.label, measure.symbol, *texts, span(measure.key)])
+        forms = self, self.centered, self.all_but_the_top
         columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "references"]
         title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
-        return Table(columns, rows, title, left=(0, 1, 5))
+        return Table(columns, measure_rows(forms, all_measures=True), title, left=(0, 1, 5))
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
+
+
+def measure_rows(
+    reports: Sequence[Measures | Mapping[str, Any]],
+    *,
+    all_measures: bool = False,
+    as_is: bool = True,
+) -> list[Row]:
+    """A row for each measure, or for each of the first, that one of some reports or dicts has.
+
+    Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
+    say nothing once it is removed, and no references.
+    """
+    rows: list[Row] = []
+    for measure in MEASURES.values():
+        values = [measure.value(report) for report in reports]
+        shown = (all_measures or measure.first) and (as_is or not measure.about_mean)
+        # Without its mean or top directions a matrix has zeros that mean nothing.
+        if not shown or not any(value is not None if as_is else value for value in values):
+            continue
+        texts = map(measure.text, values)
+        rows.append([measure.label, measure.symbol, *texts, span(measure.key) if as_is else ""])
+    return rows
 
 
 def analyze(
@@ -125,10 +145,10 @@ def analyze(
     inputs = _resolve(embeddings, counts, sets, token_ids, keep)
     rows, columns = inputs.matrix.shape
     top = top_directions(columns, directions)
-    variants = _spectra(inputs, top)
-    along = _norms_and_angles(inputs, variants)
-    _partitions(inputs, variants)
-    as_is, centered, without_top = _measures(inputs, variants, along)
+    forms = _forms(inputs, top)
+    along = _norms_and_angles(inputs, forms)
+    _partitions(inputs, forms)
+    as_is, centered, without_top = _measures(inputs, forms, along)
     return EmbeddingReport(
         **vars(as_is),
         vocab_size=rows,
@@ -201,8 +221,8 @@ def _resolve(
 
 
 @dataclasses.dataclass
-class _Variant:
-    """The rows in one of their three forms."""
+class _Form:
+    """The rows in one of their three forms: as they are, or with something subtracted."""
 
     mean: Tensor  # [H], what is subtracted from each row
     top: Tensor  # [H, n], the directions that are removed then
@@ -240,8 +260,8 @@ class _Variant:
         return (float((self.directions**2).sum()) - used) / pairs if pairs else math.nan
 
 
-def _spectra(inputs: _Inputs, top: int) -> list[_Variant]:
-    """The three variants, after two passes: for the mean, and for E^T E with the mean removed."""
+def _forms(inputs: _Inputs, top: int) -> list[_Form]:
+    """The three forms, after two passes: for the mean, and for E^T E with the mean removed."""
     mean, norms = geometry.mean_and_norms(inputs.matrix, inputs.keep)
     geometry.check_not_zero(norms)
     gram = geometry.gram(inputs.matrix, mean, inputs.keep)
@@ -252,36 +272,37 @@ def _spectra(inputs: _Inputs, top: int) -> list[_Variant]:
     left, none = len(mean) - top, axes[:, :0]
     squares_left = torch.cat([squares[:left], torch.zeros_like(squares[left:])])
     floor = 1e-12 * float(norms.max())
-    return [
-        _Variant(torch.zeros_like(mean), none, raw_squares, raw_axes, floor=0.0),
-        _Variant(mean, none, squares, axes, floor),
-        _Variant(mean, axes[:, left:], squares_left, axes, floor),
-    ]
+    as_is = _Form(
+        mean=torch.zeros_like(mean), top=none, squares=raw_squares, axes=raw_axes, floor=0.0
+    )
+    centered = _Form(mean=mean, top=none, squares=squares, axes=axes, floor=floor)
+    without_top = dataclasses.replace(centered, top=axes[:, left:], squares=squares_left)
+    return [as_is, centered, without_top]
 
 
-def _norms_and_angles(inputs: _Inputs, variants: list[_Variant]) -> Array:
-    """A pass for the norms and directions of each variant; returns e_i . mu, [rows]."""
-    mean = variants[1].mean
+def _norms_and_angles(inputs: _Inputs, forms: list[_Form]) -> Array:
+    """A pass for the norms and directions of each form; returns e_i . mu, [rows]."""
+    mean = forms[1].mean
     rows = len(inputs.matrix) if inputs.keep is None else int(inputs.keep.sum())
     along, start = torch.empty(rows, dtype=torch.float64), 0
-    for variant in variants:
-        variant.norms, variant.directions = torch.empty_like(along), torch.zeros_like(mean)
+    for form in forms:
+        form.norms, form.directions = torch.empty_like(along), torch.zeros_like(mean)
     for block in geometry.blocks(inputs.matrix, inputs.keep):
         chunk = slice(start, start + len(block))
         start += len(block)
         along[chunk] = block @ mean
-        for variant in variants:
-            changed = variant.changed(block)
+        for form in forms:
+            changed = form.changed(block)
             norms = changed.norm(dim=1)
-            used = norms > variant.floor
-            variant.norms[chunk] = torch.where(used, norms, 0)
-            variant.directions += torch.where(used, 1 / norms, 0) @ changed
+            used = norms > form.floor
+            form.norms[chunk] = torch.where(used, norms, 0)
+            form.directions += torch.where(used, 1 / norms, 0) @ changed
     return as_array(along)
 
 
-def _partitions(inputs: _Inputs, variants: list[_Variant]) -> None:
-    """A pass for log Z of each variant, as it is and at unit mean norm, which needs the norms."""
-    as_is, centered, without_top = variants
+def _partitions(inputs: _Inputs, forms: list[_Form]) -> None:
+    """A pass for log Z of each form, as it is and at unit mean norm, which needs the norms."""
+    as_is, centered, without_top = forms
     longest, longest_centered = (float(v.norms.max()) for v in (as_is, centered))
     units = 1.0, centered.unit, without_top.unit
     as_is.log_z, (*centered.log_z, log_z_at_unit) = log_partitions(
@@ -300,27 +321,27 @@ def _partitions(inputs: _Inputs, variants: list[_Variant]) -> None:
     ]
 
 
-def _measures(inputs: _Inputs, variants: list[_Variant], along: Array) -> list[Measures]:
-    """The measures of the three variants; ``along`` is e_i . mu, [rows]."""
-    as_is, centered, _ = variants
+def _measures(inputs: _Inputs, forms: list[_Form], along: Array) -> list[Measures]:
+    """The measures of the three forms; ``along`` is e_i . mu, [rows]."""
+    as_is, centered, _ = forms
     measures = []
-    for variant in variants:
+    for form in forms:
         # IsoScore is that of the covariance, by definition.
-        spread = centered if variant is as_is else variant
+        spread = centered if form is as_is else form
         similarity = None
         if inputs.sets is not None:
-            words = as_array(variant.changed(torch.from_numpy(inputs.vectors).to(variant.mean)))
-            similarity = similarity_of(inputs.words, words, inputs.sets, variant.floor)
+            words = as_array(form.changed(torch.from_numpy(inputs.vectors).to(form.mean)))
+            similarity = similarity_of(inputs.words, words, inputs.sets, form.floor)
         measured = MeasureInputs(
-            columns=len(variant.mean),
-            norms=as_array(variant.norms),
-            mean_norm=float(centered.mean.norm()) if variant is as_is else 0.0,
-            values=variant.singular_values,
+            columns=len(form.mean),
+            norms=as_array(form.norms),
+            mean_norm=float(centered.mean.norm()) if form is as_is else 0.0,
+            values=form.singular_values,
             spread=spread.singular_values if spread.norms.any() else None,
-            log_z=variant.log_z[0],
-            unit_log_z=variant.log_z[1],
-            mean_cosine=variant.mean_cosine,
-            along=along if variant is as_is else None,
+            log_z=form.log_z[0],
+            unit_log_z=form.log_z[1],
+            mean_cosine=form.mean_cosine,
+            along=along if form is as_is else None,
             p=inputs.p,
             word_similarity=similarity,
         )

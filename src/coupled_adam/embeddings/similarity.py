@@ -241,6 +241,7 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
 
 
 def _read(path: Path) -> WordSimilaritySet:
+    """The set in a file with two words and a rating in each line; see the function above."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
@@ -255,27 +256,30 @@ def _read(path: Path) -> WordSimilaritySet:
         table.pop(0)
     if not table:
         raise ValueError(f"{path} contains no pairs")
+    top = table[0][1]
     if all(_is_number(fields[0]) for _, fields in table):
         raise ValueError(
-            f"{path}: the first column has a number in each line, such as {table[0][1][0]!r}, and "
+            f"{path}: the first column has a number in each line, such as {top[0]!r}, and "
             "not a word: remove the index or the ids, as pandas' to_csv(index=False) does"
         )
     # The rating is the first number after the words.
-    column = next((i for i, f in enumerate(table[0][1]) if i > 1 and _is_number(f)), 2)
+    column = next((i for i in range(2, len(top)) if _is_number(top[i])), 2)
     pairs, ratings = [], []
     for number, fields in table:
-        one, other, rating = [*fields[:2], *fields[column : column + 1], "", "", ""][:3]
-        if not (one and other and _is_number(rating)):
+        words, rating = fields[:2], fields[column] if column < len(fields) else ""
+        if not (len(words) == 2 and all(words) and _is_number(rating)):
             raise ValueError(
                 f"{path}, line {number}: expected two words and a rating in column {column + 1}, "
                 f"not {lines[number - 1][:100]!r}"
             )
-        pairs.append((_TAG.sub("", one), _TAG.sub("", other)))
+        first, second = (_TAG.sub("", word) for word in words)
+        pairs.append((first, second))
         ratings.append(float(rating))
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
 
 
 def _fields(line: str, delimiter: str) -> list[str]:
+    # Line by line: a quote that is not closed ends with its line, and not with the file.
     return [field.strip() for field in next(csv.reader([line], delimiter=delimiter), [])]
 
 

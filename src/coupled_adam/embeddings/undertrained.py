@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.geometry import Array, Embeddings, Mask
 from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.rendering.tables import Table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from coupled_adam.embeddings.analysis import Analysis
 
 Indicator = Literal["norm", "cosine_centered"]
 INDICATORS: dict[Indicator, str] = {"norm": "‖e‖", "cosine_centered": "1 - cos, mean removed"}
@@ -51,7 +50,6 @@ class Undertrained:
     # Candidates that are not among them may be rare tokens.
     alike: NDArray[np.int64]
     unused: Mask  # [V], the rows that served as the reference
-    dead: NDArray[np.int64]  # the rows that are zero or not finite
 
 
 def undertrained(
@@ -95,7 +93,6 @@ def undertrained(
         limit=limit if is_known else None,
         alike=alike if is_known else order[:0],
         unused=reference,
-        dead=np.flatnonzero(~(norms > 0)),
     )
 
 
@@ -199,6 +196,10 @@ class UndertrainedReport:
         columns = ["id", "token", *asked, *shown, *counts]
         return Table(columns, rows, title, [note], left=(1, 3) if asked else (1,))
 
+    def answer(self, number: int) -> Answer:
+        """The numbers, and the table of the first rows that are named."""
+        return Answer(self.analysis, self.numbers, self.table(number))
+
     @property
     def diagnosis(self) -> list[str]:
         """That of the analysis, and what the model's answers show if it was asked."""
@@ -233,7 +234,7 @@ def verify_undertrained(
     ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
     rows = np.array(undertrained.rows, np.int64)
     candidates = analysis.vocabulary.categories == "ok"
-    candidates[[*rows, *indicated.dead, *np.flatnonzero(indicated.unused)]] = False
+    candidates[[*rows, *analysis.dead, *np.flatnonzero(indicated.unused)]] = False
     best = np.flatnonzero(candidates)[np.argsort(-ranks[candidates], kind="stable")]
     best = best[: -(-len(best) // 2)]
     size = min(len(rows), len(best))

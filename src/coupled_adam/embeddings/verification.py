@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from coupled_adam.embeddings.geometry import Array
 from coupled_adam.errors import UsageError
+from coupled_adam.text.tokenizers import document_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -106,15 +107,12 @@ def verify(
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int | None]]:
     """Prompts of up to ``length`` ids, with None where the token goes, which also comes next."""
-    # As models were trained: documents begin with BOS or, where there is none, follow EOS.
-    starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    first = [start for start in starts if start is not None][:1]
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     for opening, unit in _PROMPTS:
-        begin = [*first, *encode(opening)]
+        begin = [*document_start(tokenizer), *encode(opening)]
         before, *pieces = unit.split("{}")
         repeated: list[int | None] = [*encode(before)]
         for piece in pieces:

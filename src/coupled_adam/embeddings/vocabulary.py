@@ -83,11 +83,6 @@ class Vocabulary:
         order = np.argsort(self.categories == "ok", kind="stable").tolist()
         return {self.texts[row]: row for row in order}
 
-    @classmethod
-    def of_ids(cls, rows: int) -> Vocabulary:
-        """The vocabulary of a model without a tokenizer: all rows count as reachable tokens."""
-        return cls([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
-
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
     """Find out what V rows of an embedding matrix stand for; there may be more or fewer tokens.
@@ -96,8 +91,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
     as reachable if that is so only after another character.
     """
-    if tokenizer is None:
-        return Vocabulary.of_ids(rows)
+    if tokenizer is None:  # all rows count as tokens that can be reached
+        return Vocabulary([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
     pieces = {row: piece for piece, row in tokenizer.get_vocab().items()}
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)

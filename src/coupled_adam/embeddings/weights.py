@@ -6,7 +6,6 @@ Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -145,40 +144,3 @@ def _tensors(name: str, content: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}.{key}" if name else str(key), value)
     elif isinstance(content, Tensor) and content.layout is torch.strided:
         yield name, content
-
-
-def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
-    """Open a safetensors file of a model on the hub; only the tensors that are read are downloaded.
-
-    huggingface_hub and its HTTP client raise many types.
-    """
-    import safetensors.torch
-    from huggingface_hub import HfApi, hf_hub_url
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not listed
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
-
-    header = HfApi().parse_safetensors_file_metadata(name, filename, revision=revision)
-    url = hf_hub_url(name, filename, revision=revision)
-
-    def fetch(first: int, length: int) -> bytes:
-        headers = {**build_hf_headers(), "range": f"bytes={first}-{first + length - 1}"}
-        response = get_session().get(url, headers=headers, follow_redirects=True)
-        hf_raise_for_status(response)
-        return response.content
-
-    def read(tensor: str) -> Tensor:
-        info = header.tensors[tensor]
-        first, end = info.data_offsets
-        start = 8 + int.from_bytes(fetch(0, 8), "little")
-        # A file with this tensor alone, which safetensors decodes and checks.
-        place = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [0, end - first]}
-        head = json.dumps({"": place}).encode()
-        content = len(head).to_bytes(8, "little") + head + fetch(start + first, end - first)
-        with readable(f"{name}: {tensor} cannot be read"):
-            return safetensors.torch.load(content)[""]
-
-    shapes = {tensor: tuple(info.shape) for tensor, info in header.tensors.items()}
-    return Weights(f"{name}/{filename}", shapes, read)

@@ -72,6 +72,7 @@ class Table:
         yield from (Text(printable(note), "dim") for note in self.notes)
         yield ""
 
+    # Without this, rich would take the table to be as wide as the terminal, however narrow that is.
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return console.measure(self._for_terminal(), options=options)
 

@@ -55,6 +55,15 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     return tokenizer
 
 
+def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a document begins with where models are trained: BOS or, where there is none, EOS.
+
+    Nothing if the tokenizer has neither.
+    """
+    starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return [start for start in starts if start is not None][:1]
+
+
 def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
     """The token ids of all documents of a text, [tokens]; as :func:`token_pieces`, at once."""
     return np.concatenate([*token_pieces(text, tokenizer)])
@@ -63,21 +72,17 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
 def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int32]]:
     """Yield the token ids of a text, those of some documents at a time, [tokens].
 
-    Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
+    Each document is preceded by :func:`document_start`.
 
     Raises:
         UsageError: the text cannot be read, or is empty.
     """
     from tqdm import tqdm
 
-    # As models were trained: documents begin with BOS or, where there is none, follow EOS.
-    first = tokenizer.bos_token_id
-    if first is None:
-        first = tokenizer.eos_token_id
-    begin = [] if first is None else [first]
+    start = document_start(tokenizer)
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
         for batch in batched(documents(text), _BATCH, len):
             encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-            piece = np.concatenate([np.array([*begin, *ids], np.int32) for ids in encoded])
+            piece = np.concatenate([np.array([*start, *ids], np.int32) for ids in encoded])
             bar.update(len(piece))
             yield piece

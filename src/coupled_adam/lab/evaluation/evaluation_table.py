@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from coupled_adam.embeddings.analysis_tables import measure_rows
+from coupled_adam.embeddings.report import measure_rows
 from coupled_adam.lab.evaluation.downstream import with_error
 from coupled_adam.rendering.tables import Cell, Table
 

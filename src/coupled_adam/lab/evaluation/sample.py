@@ -6,6 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.fields import require
 from coupled_adam.lab.evaluation.load_model import block_length
+from coupled_adam.text.tokenizers import document_start
 
 
 @torch.inference_mode()
@@ -28,10 +29,8 @@ def sample(
         UsageError: the prompt is empty and the tokenizer has neither a BOS nor an EOS token, or a
             logit is not finite.
     """
-    end = tokenizer.eos_token_id
-    first = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     prompt_ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    ids = [*([] if first is None else [first]), *prompt_ids]
+    ids = [*document_start(tokenizer), *prompt_ids]
     require(ids, "--prompt is empty, and the tokenizer has no token that begins a text")
     # Rows that pad the vocabulary belong to no token.
     length, vocab_size = block_length(model), max(tokenizer.get_vocab().values()) + 1
@@ -45,7 +44,7 @@ def sample(
         if temperature > 0:
             probabilities = (logits / temperature).softmax(0)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
-        if token == end:
+        if token == tokenizer.eos_token_id:
             break
         written.append(token)
     # Some tokenizers drop a space in front of the first token that they decode.

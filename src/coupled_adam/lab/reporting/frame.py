@@ -116,7 +116,7 @@ def _row(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
-        **{key: measure.of(run.evaluation) for key, measure in COLUMNS.items()},
+        **{key: measure.value(run.evaluation) for key, measure in COLUMNS.items()},
         **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
     }
 

@@ -130,7 +130,7 @@ def compare(
                 # At once if no other process has to wait for it; otherwise after the group.
                 if world_size() == 1:
                     evaluate_run(run, corpus, device=execution.device)
-            is_first = rank() == 0
+            is_first = rank() == 0  # asked here, as the numbers of ranks end with the group
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
@@ -152,7 +152,7 @@ def train_and_evaluate(
         on_rank_zero(lambda: _check_claim(run, resume))
         corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
         train(run, corpus, execution)
-        is_first = rank() == 0
+        is_first = rank() == 0  # as above
     if is_first:
         evaluate_run(run, corpus, device=execution.device)
 

@@ -19,10 +19,9 @@ from typing import Any
 
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.load_model import block_length, load_model, load_model_tokenizer
-from coupled_adam.lab.training.environment import environment
 from coupled_adam.runs import MODEL
 
-from .run import HERE, write_results
+from .run import HERE, machine, read_results, write_results
 
 CHOICE = """
 task: {name}
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="questions of each task; all by default")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "accuracy.json")
     options = parser.parse_args()
-    content = json.loads(options.out.read_text()) if options.out.exists() else {}
+    content = read_results(options.out)
     for run in options.runs:
         model, tokenizer = load_model(run / MODEL, "cpu"), load_model_tokenizer(run / MODEL)
         context = block_length(model)
@@ -154,8 +153,7 @@ def main() -> None:
             names = [f"local_{name}" for name in TASKS]
             tasks = Downstream(names, Path(temporary), options.limit)
             measured = tasks.evaluate(model, tokenizer, batch_size=32)
-        machine = {key: value for key, value in environment().items() if key != "command"}
-        content[f"{run.parent.name}: {run.name}"] = {**measured, "environment": machine}
+        content[f"{run.parent.name}: {run.name}"] = {**measured, "environment": machine()}
         write_results(options.out, content)
 
 

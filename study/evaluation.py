@@ -1,7 +1,6 @@
 """The evaluation of the study's finished runs: the laboratory's, and what only the study asks."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from coupled_adam.lab.evaluation.load_model import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.run import Run
-from coupled_adam.runs import METRICS, MODEL, SECOND_MOMENTS, by_step
+from coupled_adam.runs import MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
 from .documents import document_losses, frequency_bands
@@ -61,7 +60,6 @@ def evaluate(
     token_ids = single_tokens(load_tokenizer(folder / MODEL))
     bands = frequency_bands(counts)
     norms = np.bincount(bands, output.norm(dim=1)) / np.bincount(bands)
-    log = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     curve = ("step", "valid_loss", "mean_norm", "mean_norm_ratio")
     matrices = measures(model, counts)
     model.to(device)  # type: ignore[arg-type]  # the matrices above stay where they are
@@ -78,14 +76,16 @@ def evaluate(
 
     results = {
         "parameters": count_parameters(model),
-        "initial_mean_norm": log[0]["mean_norm"],
+        "initial_mean_norm": run.metrics[0]["mean_norm"],
         "valid_loss": held_out_loss("valid", training.evaluation_batches),
         "test_loss": held_out_loss("test", training.test_batches),
         **_logged(matrices["embeddings"]),
         "band_norms": norms.tolist(),
         "word_similarity": _similarity(words, sets, token_ids),
         "word_similarity_centered": _similarity(subtract_mean(words), sets, token_ids),
-        "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
+        "curve": [
+            {key: line[key] for key in curve} for line in run.metrics if "valid_loss" in line
+        ],
     }
     if matrices["input_embeddings"] is not None:
         input_numbers = _logged(matrices["input_embeddings"])
@@ -95,7 +95,7 @@ def evaluate(
         results["documents"] = document_losses(
             model, held_out, corpus.tokenizer_folder, counts, length
         )
-    if fits := second_moment_fits(run, counts):
+    if fits := second_moment_fits(run):
         results["second_moment"] = fits
     if extra is not None:
         blocks = next(held_out_batches(corpus.tokens("valid"), 4 * size, length))
@@ -113,13 +113,11 @@ def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:
     return {name: {"r": score.r, "pairs": score.pairs} for name, score in scores.items()}
 
 
-def second_moment_fits(run: Run, counts: NDArray[Any]) -> list[dict[str, float]]:
+def second_moment_fits(run: Run) -> list[dict[str, float]]:
     """Fit AdamW's second moments at each evaluation that saved them, in order."""
-    saved = by_step(run.folder / SECOND_MOMENTS, ".npy")
-    probability, per_step = counts / counts.sum(), run.recipe.tokens_per_step
     return [
-        {"tokens": step * per_step, **second_moment_fit(probability, np.load(path))}
-        for step, path in saved.items()
+        {"tokens": tokens, **second_moment_fit(run.probabilities(), moment)}
+        for tokens, moment in run.second_moments().items()
     ]
 
 

@@ -248,10 +248,10 @@ def momentum() -> Figure:
         (lean_axes, movement("cosine", "lean")),
     )
     for ax, by_rule in panels:
-        for number, (rule, of_bands) in enumerate(by_rule.items()):
-            ranks = 16 * 2 ** np.arange(len(of_bands))
+        for number, (rule, by_band) in enumerate(by_rule.items()):
+            ranks = 16 * 2 ** np.arange(len(by_band))
             style = "-" if " 0.9," in rule else "--"  # with momentum, without
-            ax.plot(ranks, of_bands, style, marker="o", color=f"C{number}", label=rule)
+            ax.plot(ranks, by_band, style, marker="o", color=f"C{number}", label=rule)
         ax.set(xscale="log", xlabel="rank of the token by frequency, up to")
         ax.set_xticks(ranks[::2], [str(rank) for rank in ranks[::2]])
         ax.minorticks_off()

@@ -11,7 +11,6 @@ their updates are held against the gradient of all validation blocks at the star
 import argparse
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ from coupled_adam.lab.data.batches import Batches, held_out_batches
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.schedules import lr_scheduler
 
 from .documents import frequency_bands
 from .head import losses
 from .questions import QUESTIONS
-from .run import HERE, parse_seeds, recipe_of, write_results
+from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
 from .tables import TRAINED_BY
 
 RULES: dict[str, dict[str, Any]] = {
@@ -140,7 +138,7 @@ class Window:
         measured = {}
         for name, total in self.total.items():
             along = by_band((total * self.downhill).sum(1))
-            squares = torch.stack([by_band(of_age) for of_age in self.squares[name]])
+            squares = torch.stack([by_band(moved) for moved in self.squares[name]])
             directness = total.norm(dim=1) / self.path[name].clamp(min=1e-30)
             in_batch, recent, older = (squares / squares.sum(0)).tolist()
             cosine = along / (by_band(total.square().sum(1)).sqrt() * steepest)
@@ -159,8 +157,8 @@ def gradient(model: PreTrainedModel, matrix: Tensor, batches: Iterator[Tensor]) 
     """The mean gradient of a matrix over batches of blocks, [V, H]."""
     total, number = torch.zeros_like(matrix), 0
     for blocks in batches:
-        (of_batch,) = torch.autograd.grad(losses(model, blocks).mean(), [matrix])
-        total += of_batch
+        (batch_gradient,) = torch.autograd.grad(losses(model, blocks).mean(), [matrix])
+        total += batch_gradient
         number += 1
     return total / number
 
@@ -212,7 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "movement.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    content = json.loads(options.out.read_text()) if options.out.exists() else {}
+    content = read_results(options.out)
     for seed, name in itertools.product(options.seeds, TRAINED_BY.values()):
         seeds = content.setdefault(name, {"seeds": {}})["seeds"]
         if str(seed) in seeds:
@@ -221,8 +219,7 @@ def main() -> None:
         starts = np.linspace(recipe.steps // 6, recipe.steps - WINDOW, options.windows).astype(int)
         corpus = prepare_corpus(recipe, default_cache())
         windows = measure(recipe, corpus, seed, frozenset(starts.tolist()))
-        machine = {key: value for key, value in environment().items() if key != "command"}
-        seeds[str(seed)] = {"windows": windows, "environment": machine}
+        seeds[str(seed)] = {"windows": windows, "environment": machine()}
         write_results(options.out, content)
         print(f"{name}, seed {seed}", flush=True)
 

@@ -182,11 +182,11 @@ def _at_rates(
     return [(*arm, n) for arm, n in itertools.product(arms, factors)]
 
 
-def _elsewhere(factors: Iterable[int], of_usual: Iterable[int]) -> list[Setting]:
+def _elsewhere(factors: Iterable[int], usual_factors: Iterable[int]) -> list[Setting]:
     """AdamW as usual and without momentum, and LEAN: what is run with models of other shapes."""
     without_momentum = (("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
     return [
-        *_at_rates((("adamw", (0.9, 0.95)),), of_usual),
+        *_at_rates((("adamw", (0.9, 0.95)),), usual_factors),
         *_at_rates(without_momentum, factors),
     ]
 
@@ -262,8 +262,8 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
             overrides,
             _variant("peers", rule),
         )
-        for rule, of_rule in settings.items()
-        for beta1, beta2, n in of_rule
+        for rule, tried in settings.items()
+        for beta1, beta2, n in tried
     }
     without_mean = _betas([("adamw", (0.0, 0.999), 5)], **overrides)
     return peers | {

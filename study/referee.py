@@ -215,7 +215,7 @@ def settings() -> list[Setting]:
             valid = {n: by_seed(line, "valid_loss").get(4, np.inf) for n, line in lines.items()}
             chosen.append(min(factors, key=lambda n: valid[n]))
             losses.append(by_seed(lines[chosen[-1]], "test_documents"))
-        if all(len(of_arm) == 3 for of_arm in losses):
+        if all(len(seeds) == 3 for seeds in losses):
             complete.append(Setting(name, (chosen[0], chosen[1]), (losses[0], losses[1])))
     return complete
 

@@ -72,30 +72,19 @@ MEASURES = {
     "test_documents": Measure(
         "L of test documents ↓", _at("documents", "test", "loss"), 3, "lower"
     ),
-    "valid_documents": Measure(
-        "L of validation documents ↓", _at("documents", "valid", "loss"), 3, "lower"
-    ),
     "men": Measure("r of MEN ↑", _at("word_similarity", "MEN", "r"), 0, "higher"),
-    "men_centered": Measure(
-        "the same, centred ↑", _at("word_similarity_centered", "MEN", "r"), 0, "higher"
-    ),
-    "isotropy_centered": Measure("Iso, centred ↑", _at("isotropy_centered"), 2, "higher"),
+    "isotropy_centered": Measure("Iso, centered ↑", _at("isotropy_centered"), 2, "higher"),
     "frequent_norm": Measure(
         "norm, 16 most frequent", lambda run: run.get("band_norms", [None])[0], 2, "higher"
     ),
     "rare_norm": Measure(
         "norm, rarer half", lambda run: run.get("band_norms", [None])[-1], 2, "higher"
     ),
-    "initial_mean_norm": Measure("‖μ‖ at the start", _at("initial_mean_norm"), 4, "lower"),
     "input_mean_norm_ratio": Measure("‖μ‖ʳ of input ↓", _at("input_mean_norm_ratio"), 3, "lower"),
     "input_isotropy": Measure("Iso of input ↑", _at("input_isotropy"), 2, "higher"),
     "A": Measure("1000 A", _at_the_end("A", 1000), 2, "higher"),
     "r_squared": Measure("R²", _at_the_end("r_squared"), 3, "higher"),
     "exponent": Measure("exponent", _at_the_end("exponent"), 2, "higher"),
-    "load_entropy": Measure("load entropy ↑", _at("load_entropy"), 3, "higher"),
-    "router_mean_norm_ratio": Measure(
-        "‖μ‖ʳ of router ↓", _at("router_mean_norm_ratio"), 3, "lower"
-    ),
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""

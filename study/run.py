@@ -71,7 +71,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
     recipe = recipe_of(entry, paths.text)
     (arm,) = recipe.arms
     folder = paths.out / question / f"{name}-seed-{seed}"
-    machine = {key: value for key, value in environment().items() if key != "command"}
+    made_by = machine()  # with the commit of now, which may be another one afterwards
     result = train_and_evaluate(
         Run(recipe, arm, seed, folder),
         prepare_corpus(recipe, default_cache()),
@@ -82,7 +82,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
     )
     if "diverged_at" not in result:
         result["seconds"] = time.perf_counter() - began
-    return {"tokens": recipe.tokens, **result, "environment": machine}
+    return {"tokens": recipe.tokens, **result, "environment": made_by}
 
 
 def train_and_evaluate(
@@ -101,13 +101,20 @@ def train_and_evaluate(
     return evaluate(run, corpus, sets, extra, execution.device, held_out)
 
 
+def machine() -> dict[str, Any]:
+    """What is recorded of software and hardware; the command line would name folders."""
+    return {key: value for key, value in environment().items() if key != "command"}
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """The content of a file of results; empty if there is none yet."""
+    content: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
     """Read a question's results by run name and then, in ``seeds``, by seed; empty without any."""
-    path = folder / f"{question}.json"
-    if not path.exists():
-        return {}
-    content: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return content
+    return read_results(folder / f"{question}.json")
 
 
 def add_result(

@@ -336,9 +336,11 @@ def _wider() -> Table:
     measured = results("wider")
     rows = []
     for label, arm in WIDER.items():
-        runs_of = {n: measured.get(f"{arm} n={n}", {}).get("seeds", {}) for n in (0, 2, 4)}
-        losses = [f"{seeds['1']['valid_loss']:.3f}" if seeds else "" for seeds in runs_of.values()]
-        n, seeds = max(runs_of.items(), key=lambda of_n: len(of_n[1]))
+        runs_by_n = {n: measured.get(f"{arm} n={n}", {}).get("seeds", {}) for n in (0, 2, 4)}
+        losses = [
+            f"{seeds['1']['valid_loss']:.3f}" if seeds else "" for seeds in runs_by_n.values()
+        ]
+        n, seeds = max(runs_by_n.items(), key=lambda tried: len(tried[1]))
         test, mean = (
             shorthand([run[key] for run in seeds.values()], digits)
             for key, digits in (("test_loss", 3), ("mean_norm_ratio", 3))
@@ -443,10 +445,10 @@ def _by_factor(first: str, rules: Mapping[str, tuple[str, str]]) -> Table:
             if start == rule:
                 loss = cell(Line(label, question, name), [], "valid_loss")
                 losses.setdefault(label, {})[int(n)] = str(loss)
-    factors = sorted({n for of_rule in losses.values() for n in of_rule})
+    factors = sorted({n for by_factor in losses.values() for n in by_factor})
     return Table(
         [first, *(f"n = {n}" for n in factors)],
-        [[label, *(of_rule.get(n, "") for n in factors)] for label, of_rule in losses.items()],
+        [[label, *(by_factor.get(n, "") for n in factors)] for label, by_factor in losses.items()],
     )
 
 
@@ -459,17 +461,17 @@ ONE_PASS = {
 """By question, where AdamW with the best betas and the exact LEAN with plain columns have runs."""
 
 
-def _versions(question: str) -> Table:
+def _versions(question: str) -> dict[str, tuple[str, str]]:
     """LEAN's versions beside AdamW with the best betas, and Ember."""
     before = ONE_PASS[question]
-    rules = {
+    return {
         "AdamW, 0, 0.999": (before, "adamw 0 0.999"),
         "plain, exact": (before, "a=0.75 0 0.99"),
+        "plain, delayed": (question, "plain delayed"),
+        "half, delayed": (question, "half delayed"),
+        "weighted, delayed": (question, "weighted delayed"),
+        "Ember": ("zero_sum" if question == "one_pass" else question, "ember free"),
     }
-    for columns in ("plain", "half", "weighted"):
-        rules[f"{columns}, delayed"] = (question, f"{columns} delayed")
-    ember = "zero_sum" if question == "one_pass" else question
-    return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
 
 
 ZERO_SUM_UNTIED = {
@@ -481,6 +483,14 @@ ZERO_SUM_UNTIED = {
     "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
 }
 """Optimizers with and without zero-sum updates in an untied model."""
+
+BY_FACTOR: dict[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
+    "peers_by_rate": ("embeddings", PEERS),
+    "width": ("LEAN", WIDTHS),
+    **{question: ("columns, sums", _versions(question)) for question in ONE_PASS},
+    "zero_sum_untied": ("embeddings", ZERO_SUM_UNTIED),
+}
+"""The tables of losses by factor: the header of the first column, and the rules."""
 
 
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
@@ -500,8 +510,8 @@ def _movement() -> Table:
     in_batch = movement("in_batch", "lean")
     cosines = [movement("cosine", training) for training in TRAINED_BY]
     rows = []
-    for rule, of_bands in in_batch.items():
-        numbers = [of_bands[-1]]
+    for rule, shares in in_batch.items():
+        numbers = [shares[-1]]
         for by_rule in cosines:
             numbers += [by_rule[rule].mean(), by_rule[rule][-1]]
         rows.append([rule, *(f"{number:.2f}" for number in numbers)])
@@ -530,10 +540,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         for question in ("betas", "batch_16k", "betas_longer", "betas_untied")
     },
     "peers": _peers,
-    "peers_by_rate": partial(_by_factor, "embeddings", PEERS),
-    "width": partial(_by_factor, "LEAN", WIDTHS),
-    **{question: partial(_versions, question) for question in ONE_PASS},
-    "zero_sum_untied": partial(_by_factor, "embeddings", ZERO_SUM_UNTIED),
+    **{name: partial(_by_factor, *rules) for name, rules in BY_FACTOR.items()},
     "movement": _movement,
     "readme": _readme,
     "geometry": _geometry,

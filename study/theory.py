@@ -77,7 +77,7 @@ class Theory:
 
     Attributes:
         tied: whether a single matrix is used for input and output embeddings.
-        batches: the number of gradients that the optimizers were options.
+        batches: the number of gradients that the optimizers were given.
         sums: for the gradient from the head (``"output"``), for that from the lookup (``"input"``)
             and, for a tied model, also for the sum of the two, on which its optimizer acts.
         updates: the updates by the gradient on which the output embeddings' optimizer acts.

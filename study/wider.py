@@ -11,7 +11,6 @@ result are skipped. On a CPU the steps are the same, and are not captured.
 import argparse
 import dataclasses
 import fnmatch
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -28,10 +27,9 @@ from torch.optim import AdamW, Optimizer
 from coupled_adam import LEAN, CoupledAdamW
 from coupled_adam.embeddings import mean_norm_ratio
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
-from coupled_adam.lab.training.environment import environment
 
 from .questions import ADAMW, Entry
-from .run import HERE, parse_seeds, recipe_of, write_results
+from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +125,8 @@ def optimizers(model: Model, arm: str, factor: float, lr: float) -> list[Optimiz
     table = model.tokens.weight
     on_gpu = table.is_cuda
 
-    def group(parameters: Iterable[Tensor], decay: float, of_core: float = 1.0) -> dict[str, Any]:
-        rate = torch.tensor(lr * of_core, device=table.device)
+    def group(parameters: Iterable[Tensor], decay: float, relative: float = 1.0) -> dict[str, Any]:
+        rate = torch.tensor(lr * relative, device=table.device)
         return {"params": [*parameters], "weight_decay": decay, "lr": rate}
 
     others = [p for p in model.parameters() if p is not table and p is not model.positions.weight]
@@ -281,9 +279,9 @@ def main() -> None:
     setting = Setting(**{key: value for key, value in given.items() if value is not None})
     if not fnmatch.filter(RUNS, options.only):
         parser.error(f"--only {options.only!r} matches none of {', '.join(RUNS)}")
-    content = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for name, of_run in content.items():
-        if of_run["setting"] != dataclasses.asdict(setting):
+    content = read_results(options.results)
+    for name, run in content.items():
+        if run["setting"] != dataclasses.asdict(setting):
             parser.error(f"{options.results} has {name!r} of another setting: name another file")
     torch.set_float32_matmul_precision("high")
     overrides = {"model.vocab_size": setting.vocab_size}
@@ -295,14 +293,14 @@ def main() -> None:
         for name in fnmatch.filter(RUNS, options.only)
         if str(seed) not in content.get(name, {}).get("seeds", {})
     ]
-    machine = {key: value for key, value in environment().items() if key != "command"}
+    made_by = machine()
     for first in range(0, len(due), options.together):
         began = time.perf_counter()
         wave = [Training(setting, *job, text["train"]) for job in due[first:][: options.together]]
         train_together(wave, setting)
         for training in wave:
             result = training.result(text["valid"], text["test"])
-            result |= {"seconds": time.perf_counter() - began, "environment": machine}
+            result |= {"seconds": time.perf_counter() - began, "environment": made_by}
             entry = {"setting": dataclasses.asdict(setting), "seeds": {}}
             content.setdefault(training.name, entry)["seeds"][str(training.seed)] = result
             write_results(options.results, content)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from coupled_adam import cli, files
 from coupled_adam.lab.evaluation import evaluate as evaluation
@@ -89,6 +90,8 @@ def kill_at_operation(number):
                 kill()
 
     sys.addaudithook(hook)
+    # Pictures take most of a report's time, and what is in them none of its operations.
+    Figure.savefig = lambda _, file, **__: file.write(b"a picture")
 
 
 def is_checkpoint(path, *_):

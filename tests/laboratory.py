@@ -19,7 +19,7 @@ from processes import Process, start_ranks
 FAULTY = Path(__file__).with_name("faulty.py")
 
 SHORT = ["--steps", 40, "--training.evaluate_every=10"]
-LONG = ["--steps", 200, "--training.evaluate_every=10"]  # so long that it is stopped where we want
+LONG = ["--steps", 140, "--training.evaluate_every=10"]  # so long that it is stopped where we want
 
 # In float64, and at a learning rate at which training does not amplify differences, other orders of
 # summation leave about 1e-13. A wrong mean over the vocabulary, batch or loss would show at once.
@@ -46,6 +46,15 @@ class Laboratory:
         """The training in processes of their own, which form one group; returns them all."""
         command = self.command(out, *more, **options)
         return [Process(command)] if processes == 1 else start_ranks(processes, command)
+
+    def begun(self, out, *more):
+        """A training in a process of its own, once it has logged something."""
+        (process,) = self.start(out, *more)
+        deadline = time.monotonic() + 200
+        while not (self.folder / out / "metrics.jsonl").exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return process
 
     def run(self, out, *more, code=0, **options):
         """To its end; in this process, if nothing is said against it. Returns what was said."""
@@ -128,6 +137,11 @@ class Laboratory:
 
     def checkpoints(self, out):
         return sorted(path.name for path in (self.folder / out / "checkpoints").glob("step-*"))
+
+
+def snapshot(folder):
+    """The content of each file in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def close(weights, expected, tolerance):

@@ -34,6 +34,7 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
         elif path.exists() and not _is_stream(path):
             require(not path.is_dir(), f"{name} is a folder: choose the name of a file")
             require(overwrite, f"{name} exists: choose another name, or add --overwrite")
+        # Folders above it are made: what counts is the nearest that is there.
         place = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
         is_below_a_file = place != path.absolute() and not place.is_dir()
         require(
@@ -41,6 +42,7 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
             f"{name} cannot be written: {place} is no folder to write to",
         )
         require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
+        # Two options may name one file in two ways, as by a link.
         other = named.setdefault(path.resolve(), option)
         require(other == option, f"--{other} and {name} are the same file: choose two")
 

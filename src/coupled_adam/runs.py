@@ -39,6 +39,11 @@ def is_run(folder: Path) -> bool:
     return (folder / CONFIG).exists() and not (folder / "config.json").exists()
 
 
+def model_source(name: str) -> str:
+    """Where a model is: in the folder of a run, or in what is named, which may be on the hub."""
+    return str(Path(name) / MODEL) if is_run(Path(name)) else name
+
+
 def inner_runs(folder: Path) -> list[Path]:
     """The runs in a folder, which is that of a comparison if there are any."""
     return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))

@@ -21,6 +21,7 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
+from laboratory import snapshot
 from processes import Process
 
 SPLITS = ("train", "valid", "test")
@@ -271,10 +272,10 @@ def flip(path):
 )
 def test_a_damaged_corpus_is_made_again(damage, recipe, tmp_path):
     folder = prepare_corpus(recipe, tmp_path / "cache").folder
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = snapshot(folder)
     damage(folder)
     assert prepare_corpus(recipe, tmp_path / "cache").folder == folder
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])

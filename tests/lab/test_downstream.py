@@ -89,6 +89,13 @@ def tasks(tmp_path):
     return folder
 
 
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """One task in place of the thousands that the harness itself has, which take long to index."""
+    write_task(tmp_path / "harness", "theirs", QUESTIONS)
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "harness" / "manager.py"))
+
+
 def log_likelihood(model, tokenizer, context, continuation):
     """Of the continuation's tokens, and whether each is the likeliest."""
     before = tokenizer.encode(context)
@@ -160,6 +167,11 @@ def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):
     assert group.evaluate(loaded, tokenizer, 4) == result
 
 
+@pytest.mark.usefixtures("harness")
+def test_tasks_of_the_harness_beside_ones_own(tasks):
+    assert Downstream(["theirs", "choose"], tasks).names == ["theirs", "choose"]
+
+
 @pytest.mark.parametrize(
     ("names", "folder", "message"),
     [
@@ -170,6 +182,7 @@ def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):
     ],
     ids=["no accuracy", "no data", "no folder", "no such task"],
 )
+@pytest.mark.usefixtures("harness")
 def test_what_cannot_be_evaluated(names, folder, message, tasks, tmp_path):
     options = {
         "output_type": "loglikelihood",

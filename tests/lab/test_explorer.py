@@ -47,6 +47,9 @@ def test_the_page_is_whole_and_harmless(page):
     assert len(text) < 8_000_000
     assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", text)
     assert "default-src 'none'" in text
+    assert 'type="search"' in text
+    assert "<h1>Tokens: run, input, run, output</h1>" in text
+    assert str(page) not in text.partition("Plotly.newPlot(")[0]  # names are short
     assert EVIL not in text
     assert "<b>&amp;" not in text
     # As plotly decodes it, it is shown as it is written.

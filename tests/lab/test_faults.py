@@ -30,7 +30,7 @@ from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.train import train
-from laboratory import EXACT, FAULTY, LONG, SHORT, close
+from laboratory import EXACT, FAULTY, LONG, SHORT, close, snapshot
 from processes import Process
 
 ARM = ["--arm", "coupled_adam"]
@@ -78,10 +78,6 @@ def without_loops(content):
     saved = io.BytesIO()
     torch.save(checkpoint, saved)
     return saved.getvalue()
-
-
-def snapshot(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +150,10 @@ def test_a_folder_of_others_is_refused(unfinished):
     """A log of the same name would be emptied; what precedes config.yaml may be a killed run's."""
     run, go_on = unfinished
     (run / "config.yaml").unlink()
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    before = snapshot(run)
     with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
         go_on()
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    assert snapshot(run) == before
     for name in ("checkpoints", "second_moments"):
         shutil.rmtree(run / name)
     (run / "metrics.jsonl").unlink()
@@ -251,11 +247,7 @@ def test_another_text_is_refused(unfinished, trained, tmp_path):
 
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
-    (first,) = lab.start("cut", *ARM, *LONG)
-    metrics = lab.folder / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
-        time.sleep(0.01)
+    first = lab.begun("cut", *ARM, *LONG)
     os.killpg(first.pid, signal.SIGSTOP)
     stderr = lab.run("cut", *ARM, *LONG, "--resume", code=2)
     assert "cut is in use by another process: wait for it" in error(stderr)
@@ -294,12 +286,8 @@ def test_killed_while_it_writes(lab, fault, checkpoints):
     [(signal.SIGTERM, 75, "stopped by SIGTERM after step"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_signals_that_come_again_and_again(lab, number, code, said):
-    (process,) = lab.start("cut", *ARM, *LONG)
-    metrics = lab.folder / "cut" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    sent = 0
+    process = lab.begun("cut", *ARM, *LONG)
+    sent, deadline = 0, time.monotonic() + 200
     while process.poll() is None and time.monotonic() < deadline:
         process.send_signal(number)
         sent += 1
@@ -403,7 +391,7 @@ def damages(path):
 FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, capsys):
     """Each command reads them, or ends with one line that names the run; none ends in a bug."""

@@ -200,6 +200,19 @@ def test_a_rule_is_an_arm(rule):
     assert recipe.arms["rule"].label == f"{rule}, f = 4, beta1 0.5"
 
 
+def test_the_arm_sgd_has_the_rule_sgd():
+    """At a rate that has no default; all else is as for any other rule."""
+    training = load_recipe("tiny").training
+    model = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 300, bias=False))
+    sgd, rule = ARMS["sgd"](lr_factor=300), ARMS["table_rule"](rule="sgd", lr_factor=300)
+    groups = sgd.build_optimizer(model, training).param_groups
+    assert groups == rule.build_optimizer(model, training).param_groups
+    assert groups[0]["lr"] == 300 * training.lr
+    assert groups[0]["momentum"] == 0.9
+    with pytest.raises(TypeError, match="lr_factor"):
+        ARMS["sgd"]()
+
+
 def test_rules_and_options_that_do_not_exist():
     with pytest.raises(UsageError, match=r"rule=embr: did you mean ember\?"):
         ARMS["table_rule"](rule="embr")

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed, require
+from coupled_adam.runs import COMPARISON
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -56,13 +57,20 @@ def run(options: Options) -> None:
     # A recipe that is mistyped is refused before the libraries are loaded, which takes seconds.
     plain = load_values(options.recipe or DEFAULT_RECIPE)
     out = options.out or Path("runs") / str(plain.get("name"))
-    recipe = _continued(options, plain, out) if options.resume else options.recipe_of(plain)
-    recipe = options.selected(recipe)
+    # A comparison that is resumed has its recipe in its own folder.
+    if options.resume and options.recipe is None:
+        if (out / COMPARISON).is_file():
+            plain = load_values(str(out / COMPARISON))
+        elif options.out:
+            raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
+    recipe = options.recipe_of(plain)
 
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
 
-    how = options.execution(recipe)
+    # One that was extended has more arms and seeds than a recipe that is named.
+    recipe = options.selected(comparison.extended(recipe, out) if options.resume else recipe)
+    execution = options.execution(recipe)
     show(
         f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
         f"tokens each; seeds {', '.join(map(str, recipe.seeds))}"
@@ -75,23 +83,9 @@ def run(options: Options) -> None:
     comparison.compare(
         recipe,
         out,
-        execution=how,
+        execution=execution,
         cache=default_cache(),
         resume=options.resume,
         on_start=lambda: show(f"results in {out}"),
         on_report=on_report,
     )
-
-
-def _continued(options: Options, plain: dict[str, Any], out: Path) -> Recipe:
-    """The recipe of the comparison in ``out``, if there is one, with what is asked for now."""
-    from coupled_adam.lab.comparison import stored_recipe
-
-    stored = stored_recipe(out)
-    if options.out and not options.recipe and not stored:
-        raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
-    if stored and not options.recipe:
-        plain = stored.to_dict()
-    recipe = options.recipe_of(plain)
-    # A comparison that was extended has more arms and seeds than the recipe that is named.
-    return recipe.joined(stored) if stored else recipe

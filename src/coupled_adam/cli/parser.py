@@ -100,6 +100,7 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
     # What is not given is left to the dataclass, whose type checks the rest.
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, text)}
     is_list, is_required = get_origin(kind) is list, field.default is dataclasses.MISSING
+    # A field with a metavar is given by its place, without the name of an option.
     if "metavar" in field.metadata:
         nargs = "+" if is_list else None if is_required else "?"
         parser.add_argument(field.name, nargs=nargs, **field.metadata, **settings)

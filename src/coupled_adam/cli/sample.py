@@ -44,13 +44,13 @@ def run(options: Options) -> None:
         require_causal,
     )
     from coupled_adam.lab.evaluation.sample import sample
-    from coupled_adam.runs import MODEL, is_run
+    from coupled_adam.runs import model_source
 
     device = options.usable_device()
     # A comparison stands for its runs.
     texts = {}
     for name in (folder for place in options.models for folder in _finished_runs(place)):
-        source = str(Path(name) / MODEL) if is_run(Path(name)) else name
+        source = model_source(name)
         model = load_model(source, device, options.revision)
         require_causal(model, source)
         tokenizer = load_model_tokenizer(source, options.revision)

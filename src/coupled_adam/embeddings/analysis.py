@@ -24,7 +24,7 @@ from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
 from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.rendering.tables import Table
-from coupled_adam.runs import COUNTS, MODEL, is_run
+from coupled_adam.runs import COUNTS, model_source
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
 
@@ -226,7 +226,7 @@ def find_tokenizer(
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
-    name = str(Path(model) / MODEL) if is_run(Path(model)) else model
+    name = model_source(model)
     try:
         return load_tokenizer(name, revision)
     except UsageError as error:

@@ -58,6 +58,7 @@ class Monitor:
         """
         if self._hook is not None or step % self.every:
             return
+        # The outermost module that knows its head is the model, which may be wrapped.
         for module in model.modules() if isinstance(model, nn.Module) else ():
             if hasattr(module, "get_output_embeddings"):
                 head = cast(Any, module).get_output_embeddings()
@@ -82,6 +83,7 @@ class Monitor:
             matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
             the step. Elsewhere nothing.
         """
+        # The step is over, and later passes are not of it.
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

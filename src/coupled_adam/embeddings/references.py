@@ -44,6 +44,7 @@ def span(key: str) -> str:
 
 def place(key: str, value: float) -> str:
     """Between which references a value lies: a fragment of a sentence that names them."""
+    # Not all of them have each measure.
     values = ((median, r.name) for r in references() if (median := r.median(key)) is not None)
     ordered = sorted(values)
     below = [f"{name} ({_shown(median)})" for median, name in ordered if median <= value]

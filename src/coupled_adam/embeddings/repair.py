@@ -30,7 +30,7 @@ from coupled_adam.embeddings.loading import (
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.outputs import check_outputs
-from coupled_adam.runs import MODEL, is_run
+from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
 Reason = Literal["not finite", "nearly zero"]
@@ -127,7 +127,7 @@ def model_folder(model: str, revision: str | None = None) -> Path:
 
     A file is returned as it is. Raises UsageError if there is no such model.
     """
-    folder = Path(model) / MODEL if is_run(Path(model)) else Path(model)
+    folder = Path(model_source(model))
     if Path(model).exists() or not is_hub_id(model):
         if not folder.is_file() and not (folder / "config.json").exists():
             raise UsageError(

@@ -217,7 +217,15 @@ def _resolve(
         if token_ids is None:
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, token_ids, measured)
-    return _Inputs(embeddings, measured, p, unseen, sets, words, vectors)
+    return _Inputs(
+        matrix=embeddings,
+        keep=measured,
+        p=p,
+        unseen=unseen,
+        sets=sets,
+        words=words,
+        vectors=vectors,
+    )
 
 
 @dataclasses.dataclass

@@ -86,6 +86,7 @@ class _ArmWithBetas(Arm):
 
     def for_embeddings(self, training: Training, betas: tuple[float, float]) -> dict[str, Any]:
         """The embeddings' rate and betas, of which ``betas`` are the usual ones."""
+        # Either may be left out, and is the usual one then.
         own = self.beta1, self.beta2
         return {
             "lr": self.lr_factor * self.rate(training),

@@ -40,6 +40,33 @@ def stored_recipe(out: Path) -> Recipe | None:
     return load_recipe(str(path)) if path.is_file() else None
 
 
+def extended(recipe: Recipe, out: Path) -> Recipe:
+    """The recipe with the arms and seeds of the comparison in ``out``, if there is one, as well.
+
+    Raises:
+        UsageError: the folder holds another comparison, or something else.
+    """
+    stored = stored_recipe(out)
+    if stored is None:
+        check_unused(out, "holds no comparison to resume")
+        return recipe
+    joined = recipe.joined(stored)
+    # Arms and seeds may be more; all else, and the arms that both have, must be the same.
+    there = dataclasses.replace(
+        stored, seeds=joined.seeds, arms={**joined.arms, **stored.arms}
+    ).to_dict()
+    different = ", ".join(
+        f"{key}={there!r} there, {here!r} here"
+        for key, (there, here) in differences(there, joined.to_dict()).items()
+    )
+    require(
+        not different,
+        f"--out {out} holds another comparison ({different}): leave those options out to continue "
+        "it, or choose another folder",
+    )
+    return joined
+
+
 def compare(
     recipe: Recipe,
     out: Path,
@@ -71,13 +98,19 @@ def compare(
         DivergedError: if runs have diverged, once all others are finished and reported.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
+
+    def check() -> Recipe:
+        if resume:
+            return extended(recipe, out)
+        check_unused(out)
+        return recipe
+
     finished: list[Run] = []
     diverged: list[DivergedError] = []
     with contextlib.ExitStack() as claims:
         # The group ends after the training: rank 0 evaluates alone, and nobody waits in it.
         with process_group(execution.device):
-            claim = claimed(out, lambda: _extended(recipe, out, resume))
-            comparison = on_rank_zero(lambda: claims.enter_context(claim))
+            comparison = on_rank_zero(lambda: claims.enter_context(claimed(out, check)))
             corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
             text = yaml.safe_dump(comparison.to_dict(), sort_keys=False)
             on_rank_zero(lambda: write_atomically(out / COMPARISON, text))
@@ -97,7 +130,7 @@ def compare(
                 # At once if no other process has to wait for it; otherwise after the group.
                 if world_size() == 1:
                     evaluate_run(run, corpus, device=execution.device)
-            is_first = rank() == 0
+            is_first = rank() == 0  # asked here, as the numbers of ranks end with the group
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
@@ -119,7 +152,7 @@ def train_and_evaluate(
         on_rank_zero(lambda: _check_claim(run, resume))
         corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
         train(run, corpus, execution)
-        is_first = rank() == 0
+        is_first = rank() == 0  # as above
     if is_first:
         evaluate_run(run, corpus, device=execution.device)
 
@@ -129,30 +162,3 @@ def _check_claim(run: Run, resume: bool) -> None:
     check = functools.partial(check_folder, run)
     with claimed(run.folder, check if resume else lambda: check_unused(run.folder)):
         pass
-
-
-def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
-    """The recipe with the arms and seeds of the comparison that is continued as well.
-
-    Raises:
-        UsageError: the folder holds another comparison, or something else.
-    """
-    stored = stored_recipe(out) if resume else None
-    if stored is None:
-        check_unused(out, "holds no comparison to resume" if resume else "exists")
-        return recipe
-    joined = recipe.joined(stored)
-    # Arms and seeds may be more; all else, and the arms that both have, must be the same.
-    there = dataclasses.replace(
-        stored, seeds=joined.seeds, arms={**joined.arms, **stored.arms}
-    ).to_dict()
-    different = ", ".join(
-        f"{key}={there!r} there, {here!r} here"
-        for key, (there, here) in differences(there, joined.to_dict()).items()
-    )
-    require(
-        not different,
-        f"--out {out} holds another comparison ({different}): leave those options out to continue "
-        "it, or choose another folder",
-    )
-    return joined

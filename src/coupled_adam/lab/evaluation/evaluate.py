@@ -92,27 +92,28 @@ def evaluate_run(
     has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    model, trained = load_trained(run, device)
-
-    def parts() -> Iterator[dict[str, Any]]:
-        if not has_loss:
-            tokens = (corpus() if callable(corpus) else corpus).tokens("test")
-            sequences = None if batches is None else batches * recipe.training.batch_size
-            length, losses = recipe.training.sequence_length, trained.sequence_losses
-            loss = held_out_loss(model, tokens, length, sequences, losses)
-            yield {**loss, "test_batches": batches}
-        if not has_measures:
-            # Of a new model: the one that was loaded does not know which biases were frozen.
-            number = parameters(recipe, trained.build_model)
-            yield {"parameters": number, **measures(model, run.counts())}
-        tokenizer = functools.partial(load_model_tokenizer, folder / MODEL)
-        yield from _scores(model, tokenizer, sets, downstream)
-
-    for part in parts():
-        with sole_writer(folder, wait=60):
-            done = {**_NOT_ASKED_FOR, **read_evaluation(folder), **part}
-            write_atomically(folder / EVALUATION, json.dumps(done, indent=2, allow_nan=False))
+    model, variant = load_trained(run, device)
+    if not has_loss:
+        tokens = (corpus() if callable(corpus) else corpus).tokens("test")
+        sequences = None if batches is None else batches * recipe.training.batch_size
+        length, losses = recipe.training.sequence_length, variant.sequence_losses
+        loss = held_out_loss(model, tokens, length, sequences, losses)
+        _record(folder, {**loss, "test_batches": batches})
+    if not has_measures:
+        # Of a new model: the one that was loaded does not know which biases were frozen.
+        number = parameters(recipe, variant.build_model)
+        _record(folder, {"parameters": number, **measures(model, run.counts())})
+    tokenizer = functools.partial(load_model_tokenizer, folder / MODEL)
+    for scores in _scores(model, tokenizer, sets, downstream):
+        _record(folder, scores)
     return read_evaluation(folder)
+
+
+def _record(folder: Path, results: dict[str, Any]) -> None:
+    """Add results to a run's ``evaluation.json``, in which another process may write meanwhile."""
+    with sole_writer(folder, wait=60):
+        content = {**_NOT_ASKED_FOR, **read_evaluation(folder), **results}
+        write_atomically(folder / EVALUATION, json.dumps(content, indent=2, allow_nan=False))
 
 
 def evaluate_model(

@@ -1,15 +1,15 @@
 """What the runs of an experiment show, in sentences that say no more than their tests."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from coupled_adam.lab.reporting.frame import TEST_LOSS, baseline_of, by_seed, groups
 from coupled_adam.lab.reporting.statistics import paired_t_test, shown_p
+from coupled_adam.lab.run import Run
 from coupled_adam.runs import COMPARISON
 
 
@@ -21,11 +21,11 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
-    paragraphs = [
-        (f"{_common(experiment.experiment)}: " if len(experiments) > 1 else "")
-        + " ".join(_sentences(experiment))
-        for experiment in experiments
-    ]
+    paragraphs = []
+    for experiment in experiments:
+        recipe = f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else ""
+        text = " ".join(_sentences(experiment))
+        paragraphs.append(recipe + _with_short_names(text, experiment.run))
     for start, fate in (
         ("diverged", "diverged and cannot be compared."),
         ("not ", "not finished or evaluated yet, and not used."),
@@ -36,9 +36,18 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     return paragraphs
 
 
-def _common(column: "pd.Series[Any]") -> Any:
-    """What all runs of an experiment, or of an arm, have in a column."""
-    return column.iloc[0]
+def _with_short_names(text: str, runs: Iterable[Run]) -> str:
+    """A text in which an arm with a name of its own has its options where it comes first only."""
+    for name, label in {run.arm: run.label for run in runs}.items():
+        first = text.find(label) + len(label)
+        if label.startswith(f"{name}: ") and label in text:
+            text = text[:first] + text[first:].replace(label, name)
+    return text
+
+
+def _label(arm: pd.DataFrame) -> str:
+    """The label of an arm, which all of its runs have."""
+    return str(arm.label.iloc[0])
 
 
 def _sentences(experiment: pd.DataFrame) -> list[str]:
@@ -48,7 +57,7 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     # Of the arms of a sweep only the best is compared.
     if len(arms) > experiment.family.nunique():
         arms = _best_of_each(experiment)
-        losses = [f"{_common(arm.label)} ({arm.valid_loss.mean():.3f})" for arm in arms]
+        losses = [f"{_label(arm)} ({arm.valid_loss.mean():.3f})" for arm in arms]
         notes.append(f"The arms with the lowest validation loss are {'; '.join(losses)}.")
         baseline = baseline_of(arms)
     rivals = [arm for arm in arms if arm is not baseline]
@@ -57,12 +66,12 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
         return ["A comparison needs runs with AdamW and with another optimizer.", *notes]
     # With one seed the losses are shown, and how to find out more.
     if experiment.seed.nunique() == 1:
-        folder, command = _common(experiment.run).folder.parent, " --seeds 3 --resume"
+        folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-        losses = [f"{_common(arm.label)} {arm.test_loss.mean():.3f}" for arm in (baseline, *rivals)]
+        losses = [f"{arm.test_loss.mean():.3f} ({_label(arm)})" for arm in (baseline, *rivals)]
         return [
-            f"Test loss with one seed: {'; '.join(losses)}.",
+            f"Test loss with one seed: {', '.join(losses)}.",
             *notes,
             f"One seed cannot tell whether a loss is lower; three can:{command}",
         ]
@@ -90,13 +99,13 @@ def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
     if not np.isfinite(sizes).all():
         return []
     texts = [f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in sizes]
-    named = (f"{text} ({_common(arm.label)})" for arm, text in zip(arms, texts))
+    named = (f"{text} ({_label(arm)})" for arm, text in zip(arms, texts))
     return [f"Optimizer state of the embeddings: {', '.join(named)}."]
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:
     """The sentence about an arm's test loss."""
-    name, reference = _common(arm.label), _common(baseline.label)
+    name, reference = _label(arm), _label(baseline)
     test = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS))
     if test is None:
         return f"{name} and {reference} have fewer than two seeds in common: no test is possible."

@@ -174,12 +174,12 @@ def plot_sweep_measures(ax: Axes, swept: pd.DataFrame, xlabel: str) -> None:
 def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None:
     """Plot a result against D for each N and arm, as mean and range over seeds."""
     colors = arm_colors(frame)
-    for marker, of_size in zip(itertools.cycle("osD^vP*"), groups(frame, "parameters")):
+    for marker, same_size in zip(itertools.cycle("osD^vP*"), groups(frame, "parameters")):
         # A line for each size and arm, of which each D may have several seeds.
-        for of_line in groups(of_size, "arm"):
-            points = _values_by(of_line, "tokens", measure)
+        for line in groups(same_size, "arm"):
+            points = _values_by(line, "tokens", measure)
             if points:
-                run = of_line.iloc[0]
+                run = line.iloc[0]
                 label = f"{run.label}, N = {short(run.parameters)}"
                 plot_means(ax, points, marker=marker, color=colors[run.arm], label=label)
     title = measure.label.capitalize()

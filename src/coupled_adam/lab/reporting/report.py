@@ -94,7 +94,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     )
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
-    notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
+    notes, sentences = footnotes(frame, bold), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)
     page_table = results_table(rows, all_columns, notes, seeds=True)
     paper_table = results_table(rows, columns, notes)

@@ -1,7 +1,7 @@
 """The table of results, and its CSV files."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from coupled_adam.lab.reporting.statistics import (
     shorthand,
     shown_p,
 )
+from coupled_adam.lab.run import Run
 from coupled_adam.rendering.tables import Cell, Table, csv_text, short
 
 Bold = Literal["adamw", "all"]
@@ -39,21 +40,23 @@ class Metric:
 
     @property
     def cell(self) -> Cell:
-        """What a table shows of it; a page also shows the p of the test."""
-        return Cell(self.text, self.bold, note="" if self.p is None else shown_p(self.p))
+        """What a table shows of it; a page also shows the p that makes it bold."""
+        p = self.p if self.bold else None
+        return Cell(self.text, self.bold, note="" if p is None else shown_p(p))
 
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """The results of one arm of an experiment over its runs: a row of the table."""
+    """A row of the table: one of an arm's runs, their number, and their results by metric."""
 
-    runs: pd.DataFrame
+    run: Run
+    seeds: int
     metrics: dict[str, Metric]
 
     @property
-    def run(self) -> Any:
-        """The row of one of the runs, for what they have in common."""
-        return self.runs.iloc[0]
+    def parameters(self) -> int:
+        """N, which all runs of an arm have."""
+        return int(self.run.evaluation["parameters"])
 
 
 def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
@@ -78,7 +81,7 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
             if bold == "adamw" and (arm is not baseline or len(rivals) > 1):
                 rivals = [] if against is None else [against]
             metrics = {key: _metric(m, arm, against, rivals) for key, m in COLUMNS.items()}
-            rows.append(ArmResult(arm, metrics))
+            rows.append(ArmResult(arm.run.iloc[0], len(arm), metrics))
     return rows
 
 
@@ -114,15 +117,19 @@ def shown_columns(frame: pd.DataFrame, more: bool = False) -> list[Measure]:
     ]
 
 
-def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
-    """The notes below the table, which explain its statistics."""
+def footnotes(frame: pd.DataFrame, bold: Bold = "adamw") -> list[str]:
+    """The notes below the table of some runs, which explain its statistics."""
+    experiments = groups(frame, "experiment")
+    if all(experiment.setup.value_counts().max() == 1 for experiment in experiments):
+        return ["One seed, so neither deviation nor test."]
     than = "each of the others"
     if bold == "adamw":
-        baselines = {row.run.label for row in rows if row.run.is_baseline}
-        than = baselines.pop() if len(baselines) == 1 else "the best AdamW in validation"
-        than += ", or this better than the only other optimizer"
-    if max(len(row.runs) for row in rows) == 1:
-        return ["One seed, so neither deviation nor test."]
+        baselines = frame.label[frame.is_baseline].unique()
+        than = "the best AdamW in validation"
+        if len(baselines) == 1:  # a name of its own suffices, as its row has the options, too
+            than = baselines[0].partition(":")[0]
+        if any(experiment.setup.nunique() == 2 for experiment in experiments):
+            than += ", or AdamW better than the only other optimizer"
     return [
         f"Mean (standard deviation in the last digit) over seeds. Bold: better than {than}, by a "
         "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests over "
@@ -142,46 +149,46 @@ def results_table(
 
     If it is titled, the title names the experiments, and D and N where all rows have the same.
     """
-    experiments = [*dict.fromkeys(row.run.experiment for row in rows)]
-    sizes = {(short(row.run.tokens), short(row.run.parameters)) for row in rows}
+    experiments = [*dict.fromkeys(row.run.recipe.name for row in rows)]
+    sizes = {(short(row.run.recipe.tokens), short(row.parameters)) for row in rows}
     title = ", ".join(experiments) if titled else ""
     has_sizes = not titled or len(sizes) > 1
     if not has_sizes:
         title += ": D = {} tokens, N = {} parameters".format(*next(iter(sizes)))
-    # Experiments of one size are told apart by their names.
-    has_names = len(experiments) > len(sizes)
-    before = [*["D", "N"] * has_sizes, *["recipe"] * has_names, "Optimizer"]
-    names = range(2 * has_sizes, len(before))  # the columns of words, which are set to the left
+    # What a row is about stands to the left of its metrics.
+    about: dict[str, Callable[[ArmResult], str]] = {}
+    if has_sizes:
+        about["D"] = lambda row: short(row.run.recipe.tokens)
+        about["N"] = lambda row: short(row.parameters)
+    if len(experiments) > len(sizes):  # those of one size are told apart by their names
+        about["recipe"] = lambda row: row.run.recipe.name
+    about["Optimizer"] = lambda row: row.run.label
     lines: list[list[str | Cell] | str] = []
-    experiment = experiments[0]
-    for row in rows:
+    for row, before in zip(rows, [rows[0], *rows]):
         # An empty line sets experiments apart.
-        if row.run.experiment != experiment:
-            experiment = row.run.experiment
+        if row.run.recipe.name != before.run.recipe.name:
             lines.append("")
-        size = [short(row.run.tokens), short(row.run.parameters)] if has_sizes else []
-        name = [row.run.experiment] if has_names else []
-        number = [str(len(row.runs))] if seeds else []
         cells = [row.metrics[column.key].cell for column in columns]
-        lines.append([*size, *name, row.run.label, *cells, *number])
-    header = [*before, *(column.header for column in columns), *["seeds"] * seeds]
-    return Table(header, lines, title, notes, left=names)
+        number = [str(row.seeds)] if seeds else []
+        lines.append([*(text(row) for text in about.values()), *cells, *number])
+    header = [*about, *(column.header for column in columns), *["seeds"] * seeds]
+    words = [index for index, name in enumerate(about) if name in ("recipe", "Optimizer")]
+    return Table(header, lines, title, notes, left=words)
 
 
 def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
-    own = ["experiment", "tokens", "parameters", "arm"]
-    lines = [[*own]]
+    header = ["experiment", "tokens", "parameters", "arm"]
     for column in columns:
-        lines[0] += [f"{column.key}_{name}" for name in ("mean", "std", "n", "p", "p_paired")]
+        header += [f"{column.key}_{name}" for name in ("mean", "std", "n", "p", "p_paired")]
+    lines: list[list[Any]] = []
     for row in rows:
-        line: list[Any] = [*row.run[own]]
+        lines.append([row.run.recipe.name, row.run.recipe.tokens, row.parameters, row.run.arm])
         for metric in (row.metrics[column.key] for column in columns):
             values = metric.values
             mean = float(np.mean(values)) if values else None
-            line += [mean, sample_deviation(values), len(values), metric.p, metric.p_paired]
-        lines.append(line)
-    return csv_text(lines)
+            lines[-1] += [mean, sample_deviation(values), len(values), metric.p, metric.p_paired]
+    return csv_text([header, *lines])
 
 
 def runs_csv(frame: pd.DataFrame) -> str:

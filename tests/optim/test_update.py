@@ -282,3 +282,14 @@ def test_a_step_like_the_one_before(embeddings):
             sys.setprofile(None)
     assert not calls.keys() & {"check_parameter", "fit_state", "choose", "is_plain_memory"}
     assert calls.total() <= 60
+
+
+def test_what_is_remembered_of_steps_does_not_grow():
+    """Also if a schedule sets other betas at every step."""
+    p = nn.Parameter(matrix((5, 4)))
+    optimizer = optimizer_of([p])
+    for step, g in enumerate(gradients((5, 4), 10)):
+        optimizer.param_groups[0]["betas"] = (0.9 - 0.01 * step, 0.95)
+        p.grad = g
+        optimizer.step()
+    assert len(optimizer._checked) == 1

@@ -28,7 +28,7 @@ from coupled_adam.optim.warn import warn
 
 State = dict[str, Tensor]
 
-_ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("exp_avg_sq",)
+_ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 _MUONS = ("momentum_buffer",)
 
 
@@ -119,9 +119,9 @@ def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
         _check_entries(state, p)
         if group["coupled"]:
             return _adapted_to_coupled(group, p, state)
-        shapes = dict.fromkeys(("exp_avg", *SECOND_MOMENTS, "momentum_buffer"), p.shape)
         is_muons = "ns_steps" in group  # of MuonWithCoupledAdam
-        _check_shapes(state, _MUONS if is_muons else _ADAMS, shapes)
+        _check_names(state, _MUONS if is_muons else _ADAMS)
+        _check_shapes(state, dict.fromkeys(("exp_avg", *SECOND_MOMENTS, *_MUONS), p.shape))
     except ValueError as error:
         message = f"cannot load the state of {describe(group, index)}: {error}"
         raise ValueError(message) from None
@@ -132,9 +132,7 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
     needed = entries(group)
     # 1. The second moments, converted; pieces of flattened matrices need those of such pieces
     is_whole = p.dim() == 2
-    _check_shapes(
-        state, ("step", *(_COUPLEDS if is_whole else sorted(needed.keys() - {"exp_avg"}))), {}
-    )
+    _check_names(state, _COUPLEDS if is_whole else ("step", *sorted(needed.keys() - {"exp_avg"})))
     names = state.keys() & MOMENTS - {"exp_avg"}
     moments = {name: state[name].to(moment_dtype(p)) for name in names}
     if is_whole:
@@ -147,7 +145,7 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
         state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
     # 3. What is neither Adam's nor ours stays
     state = {n: x for n, x in {**state, **moments}.items() if n not in MOMENTS - needed.keys()}
-    _check_shapes(state, (), {name: entry_shape(group, p, dim) for name, dim in needed.items()})
+    _check_shapes(state, {name: entry_shape(group, p, dim) for name, dim in needed.items()})
     moments = {
         name: sharded.place_moment(moments[name], p, dim).to(p.device)
         for name, dim in needed.items()
@@ -184,12 +182,16 @@ def _is_count(step: Any) -> bool:
     return isinstance(step, float | int) and 0 <= step < math.inf
 
 
-def _check_shapes(state: State, required: Iterable[str], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError if an entry is missing, or has another shape."""
+def _check_names(state: State, required: Iterable[str]) -> None:
+    """Raise ValueError if an entry is missing."""
     for name in required:
         if name not in state:
             hint = ": name it in adamw=, or leave out its state" if name in _MUONS else ""
             raise ValueError(f"it has no {name}{hint}")
+
+
+def _check_shapes(state: State, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError if an entry has another shape."""
     for name, shape in shapes.items():
         if name in state and state[name].shape != shape:
             raise ValueError(
@@ -199,44 +201,31 @@ def _check_shapes(state: State, required: Iterable[str], shapes: Mapping[str, to
 
 
 def _converted(group: Group, p: Tensor, moments: State) -> State:
-    """What other options' second moments of a matrix become, where the shared one is another."""
-    vocab_dim, nu = group["vocab_dim"], moments["exp_avg_sq"]
-    if nu.shape == p.shape and is_lean(group):
-        return _lean_of_adam(nu, vocab_dim)
-    if nu.shape == p.shape:
-        names = moments.keys() & {*SECOND_MOMENTS}
-        return {n: _mean(moments[n], vocab_dim) for n in names if moments[n].shape == p.shape}
-    if is_lean(group) and ROW_MOMENT not in moments:
-        return _lean_of_coupled(nu, new_moment(group, p, 1 - vocab_dim))
-    if not is_lean(group) and ROW_MOMENT in moments:
-        return {"exp_avg_sq": _coupled_of_lean(nu, moments[ROW_MOMENT])}
-    return {}
+    """The second moments of other options as the group's; empty if they are the group's.
 
-
-def _lean_of_adam(v: Tensor, vocab_dim: int) -> State:
-    """LEAN's r [V] and nu [H] of Adam's v: the means over columns, and over rows."""
-    r, nu = _mean(v, 1 - vocab_dim), _mean(v, vocab_dim)
-    return _lean(r, nu * v.shape[vocab_dim])
-
-
-def _lean_of_coupled(nu: Tensor, zeros: Tensor) -> State:
-    """LEAN's r [V] and nu [H] of Coupled Adam's nu, which does not tell the rows apart."""
-    return _lean(zeros + _mean_of(nu), nu * len(zeros))
-
-
-def _lean(r: Tensor, sums: Tensor) -> State:
-    """LEAN's state, given the sums of v over the rows.
-
-    Its nu is the mean over the rows that have had a gradient. A column that has overflowed, which
-    Coupled Adam stops, has the mean of the others.
+    All of them are means of Adam's v [V, H]: r [V] over the columns, and nu [H] over the rows.
     """
-    nu = sums / max(sharded.full_tensor((r > 0).sum()).item(), 1)
+    vocab_dim, nu, r = group["vocab_dim"], moments["exp_avg_sq"], moments.get(ROW_MOMENT)
+    # 1. r and nu of what was saved
+    if nu.shape == p.shape:  # Adam's
+        means = {
+            name: _mean(moments[name], vocab_dim)
+            for name in moments.keys() & {*SECOND_MOMENTS}
+            if moments[name].shape == p.shape
+        }
+        if not is_lean(group):
+            return means
+        r, nu = _mean(nu, 1 - vocab_dim), means["exp_avg_sq"]
+    elif is_lean(group) == (r is not None):
+        return {}
+    elif r is None:  # Coupled Adam's, which does not tell the rows apart
+        r = new_moment(group, p, 1 - vocab_dim) + _mean_of(nu)
+    else:  # LEAN's: v_ij is r_i nu_j / mean(nu)
+        return {"exp_avg_sq": nu * (_mean_of(r) / (_mean_of(nu) or 1.0))}
+    # 2. LEAN's nu is the mean over the rows that have had a gradient. A column that has overflowed,
+    # which Coupled Adam stops, has the mean of the others
+    nu = nu * len(r) / max(sharded.full_tensor((r > 0).sum()).item(), 1)
     return {ROW_MOMENT: r, "exp_avg_sq": nu.nan_to_num(*[_mean_of(nu)] * 2)}
-
-
-def _coupled_of_lean(nu: Tensor, r: Tensor) -> Tensor:
-    """Coupled Adam's nu [H]: the mean over the rows of v_ij = r_i nu_j / mean(nu)."""
-    return nu * (_mean_of(r) / (_mean_of(nu) or 1.0))
 
 
 def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:

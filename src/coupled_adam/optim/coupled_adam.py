@@ -131,6 +131,7 @@ class CoupledAdam(torch.optim.Adam):
         vocab_size: int | Iterable[int] | None = None,
         lr_factor: None = None,
     ) -> None:
+        arguments = dict(locals())
         if lr_factor is not None:
             raise ValueError(
                 f"lr_factor={lr_factor!r} is an option of the embeddings: write "
@@ -146,22 +147,14 @@ class CoupledAdam(torch.optim.Adam):
                 "the number of their rows; param groups have the options themselves"
             )
         of_embeddings = embedding_options(embeddings or "coupled")
-        coupling = {
-            "coupled": coupled,
-            "second_moment_scale": second_moment_scale,
-            "row_exponent": row_exponent,
-            "zero_sum": zero_sum,
-            "vocab_dim": vocab_dim,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        coupling = {name: value for name, value in coupling.items() if value is not None}
+        coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
         # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.
         is_found = isinstance(groups, ParamGroups) or vocab_size is not None
         of_groups = groups[-1] if isinstance(groups, ParamGroups) and groups else of_embeddings
         _refuse_what_groups_set(coupling, of_groups, is_found)
-        self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
+        self._pending, self._warned, self._checked = Pending(), set[str](), dict[int, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
@@ -330,17 +323,20 @@ class CoupledAdam(torch.optim.Adam):
         """
         p = group["params"][index]
         # What is refused leaves no state behind, not even an empty one.
-        kernel = self._checked.get(description(group, p, self.state.get(p, {})))
-        if kernel is None and not is_checked:
-            check_parameter(group, index)
-            fit_state(group, index, self.state[p])
-        state = self.state[p]
-        whole = CoupledMatrix.of(group, p, p.grad, state, number)
+        now = description(group, p, self.state.get(p, {}))
+        before, kernel = self._checked.get(number, (None, None))
+        if now is None or now != before:
+            kernel = None
+            if not is_checked:
+                check_parameter(group, index)
+                fit_state(group, index, self.state[p])
+                now = description(group, p, self.state[p])
+        whole = CoupledMatrix.of(group, p, self.state[p], number)
         matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
         for matrix in matrices:
             matrix.kernel = kernel or kernels.choose(matrix)
-        if kernel is None and (key := description(group, p, state)) is not None:
-            self._checked[key] = whole.kernel
+        if now is not None:
+            self._checked[number] = now, whole.kernel
         return matrices
 
     def _update_uncoupled(
@@ -372,7 +368,7 @@ class CoupledAdam(torch.optim.Adam):
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        self._pending, self._warned, self._checked = Pending(), set[str](), dict[Any, Any]()
+        self._pending, self._warned, self._checked = Pending(), set[str](), dict[int, Any]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""

@@ -294,12 +294,17 @@ def _readable(config: Any) -> dict[Any, Any]:
 
 
 def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> list[ModelMatrix]:
-    """Set ``sides`` and ``vocab_dim`` of the token embeddings; return what else looks like one."""
+    """Set ``sides`` and ``vocab_dim`` of the token embeddings; return what else looks like one.
+
+    The steps are those of the rule in :func:`embedding_parameters`.
+    """
     stated = given or _configured_sizes(model)
+    # 1. Getters and ties
     has_getters = _ask_getters(model, matrices, stated)
     for m in matrices:
         if m.is_tied:
             m.sides = {"input", "output"}
+    # 2. Sizes: given, of step 1, or configured where a table or a head has as many rows
     possible = [m for m in matrices if m.may_embed_tokens]
     tables = [m for m in possible if "table" in m.kinds]
     layers = [m for m in possible if "linear" in m.kinds and m not in tables]
@@ -315,6 +320,7 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     widths = Counter(m.shape[1] for m in matrices if m.kinds & {"table", "linear"})
     if not sizes and not has_getters:
         sizes = _size_of_the_tables(tables, layers, widths)
+    # 3. Rows
     for m in tables:
         if m.shape[0] in sizes and not m.sides and not m.is_doubtful:
             m.sides = {"input"}
@@ -323,7 +329,7 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     for m in layers:
         if m.shape[0] in sizes - widths.keys() and not m.sides and not m.blocks:
             m.sides = {"output"}
-    # Another vocabulary may be larger and, where only a pair has told the size, smaller.
+    # 4. Doubt. Another vocabulary may be larger and, where only a pair has told the size, smaller.
     least = math.inf if given else 1 if stated else 1 / 16
     alike = _alike(possible, sizes, widths, least)
     if alike and not has_getters and not any(m.sides for m in matrices):

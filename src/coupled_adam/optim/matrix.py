@@ -115,12 +115,7 @@ class CoupledMatrix:
 
     @classmethod
     def of(
-        cls,
-        group: dict[str, Any],
-        parameter: Tensor,
-        grad: Tensor | None,
-        state: dict[str, Tensor],
-        index: int,
+        cls, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor], index: int
     ) -> "CoupledMatrix":
         """This rank's parts of a parameter, its gradient and its state, with tokens as rows.
 
@@ -129,7 +124,7 @@ class CoupledMatrix:
         """
         vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
         no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
-        param, shape, has_gradient = parameter, parameter.shape, grad is not None
+        param, shape, grad = parameter, parameter.shape, parameter.grad
         moments = [state.get(name) for name in _MOMENTS]
         row_ranks: Ranks = ()
         column_ranks: Ranks = ()
@@ -174,7 +169,7 @@ class CoupledMatrix:
             no_host_reads=no_host_reads,
             is_lean=is_lean(group),
             has_penalty=group["weight_decay"] != 0 and not group["decoupled_weight_decay"],
-            has_gradient=has_gradient,
+            has_gradient=parameter.grad is not None,
             index=index,
             row_ranks=row_ranks,
             column_ranks=column_ranks,

@@ -121,12 +121,15 @@ def check_parameter(group: Group, index: int) -> None:
 def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
     """All that the checks of a matrix and the choice of its kernel depend on.
 
-    None for what is not a whole matrix in plain tensors, which is checked at every step.
+    None for what is not a whole matrix in plain tensors, or has betas in tensors: it is checked at
+    every step.
     """
-    grad = p.grad
+    grad, betas = p.grad, tuple(group["betas"])
     if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or p.dim() != 2:
         return None
     if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
+        return None
+    if not {*map(type, betas)} <= {float, int}:
         return None
     layouts = [  # by all that is_plain_memory asks, too
         x
@@ -134,7 +137,7 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
         else (type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg(), x._is_zerotensor())
         for x in (p, grad, *map(state.get, MOMENTS))
     ]
-    return tuple(group["betas"]), _decisive(group), *layouts
+    return betas, _decisive(group), *layouts
 
 
 _decisive = operator.itemgetter(

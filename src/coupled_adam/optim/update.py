@@ -200,24 +200,21 @@ def _is_stepping(matrix: CoupledMatrix, total: Tensor) -> bool:
     return matrix.has_gradient or bool(total[-1] != 0)
 
 
+_CHANGED = ("param", "exp_avg", "row_exp_avg_sq", "step")  # by LEAN's pass
+
+
 def _copy(matrix: CoupledMatrix) -> CoupledMatrix:
-    """A copy of what LEAN's pass changes."""
-    moment, r = matrix.exp_avg, matrix.row_exp_avg_sq
-    assert r is not None
-    return replace(
-        matrix,
-        param=matrix.param.clone(),
-        exp_avg=None if moment is None else moment.clone(),
-        row_exp_avg_sq=r.clone(),
-        step=matrix.step.clone(),
-    )
+    """The matrix with copies of what LEAN's pass changes."""
+    tensors = {name: getattr(matrix, name) for name in _CHANGED}
+    copies = {name: x.clone() for name, x in tensors.items() if x is not None}
+    return replace(matrix, **copies)
 
 
 def _take_over(matrix: CoupledMatrix, updated: CoupledMatrix) -> None:
     """Change a matrix to its copy after the pass."""
     if updated is matrix:
         return
-    for name in ("param", "exp_avg", "row_exp_avg_sq", "step"):
+    for name in _CHANGED:
         if (value := getattr(matrix, name)) is not None:
             value.copy_(getattr(updated, name))
 

@@ -17,6 +17,9 @@ from coupled_adam.optim.kernels import blocks, native
 from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
 from coupled_adam.optim.sharded import PLAIN
 
+_WIDEST = 8192  # features that a program of the Triton kernel can hold
+_works: dict[tuple[torch.device, torch.dtype], bool] = {}  # whether Triton compiles
+
 
 def kernels() -> dict[str, str]:
     """Which of Coupled Adam's fast kernels can be used on this machine.
@@ -81,10 +84,6 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
         and all(is_plain_memory(x) and x.device == param.device for x in tensors)
         and all(x.dtype == torch.float32 and x.stride() == (1,) for x in matrix.vectors)
     )
-
-
-_WIDEST = 8192  # features that a program of the Triton kernel can hold
-_works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def _triton_works(matrix: CoupledMatrix) -> bool:

@@ -75,12 +75,10 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update the matrix by Coupled Adam, given the sums over all ranks."""
-    record, t, beta2 = sums.kernel_state, scalars.t, matrix.beta2
+    record, beta2 = sums.kernel_state, matrix.beta2
     record.sums = sums.columns.data_ptr()  # the sums over all ranks may be another tensor
     record.share = (1 - beta2) / matrix.vocab_size * scalars.factor**2
-    record.lr = matrix.lr / (1 - matrix.beta1**t)
-    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**t)
-    _set_scalars(record, matrix, scalars)
+    _set_scalars(record, matrix, scalars, 1 - beta2**scalars.t)
     _call("coupled_adam_apply", record)
     increment_version(matrix.changed)  # tell autograd, as torch's own operations do
 
@@ -90,9 +88,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     record, t, beta2 = _record(matrix), scalars.t, matrix.beta2
     total = torch.empty(2 * record.columns + 1, dtype=torch.float64, device="cpu")
     record.sums = total.data_ptr()
-    seen = 1 - beta2 ** (t - 1) or 1.0  # the weight of all gradients in nu; the first step has none
-    record.lr = matrix.lr / (1 - matrix.beta1**t)
-    record.scale = matrix.group["second_moment_scale"] / seen
+    seen = 1 - beta2 ** (t - 1) or 1.0  # in the first step nu has seen nothing
     if weights is not None:
         weights = weights.contiguous()
         record.weights = weights.data_ptr()
@@ -106,14 +102,15 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.finish = not matrix.row_ranks
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()
-    _set_scalars(record, matrix, scalars)
+    _set_scalars(record, matrix, scalars, seen)
     _call("coupled_adam_lean", record)
     increment_version(matrix.changed)
     return None if record.finish else total
 
 
 def _record(matrix: CoupledMatrix) -> _Record:
-    record, param, grad = _Record(), matrix.param, matrix.grad  # all zeros and NULL
+    """What does not depend on the step's numbers; all else is zeros and NULL."""
+    record, param, grad = _Record(), matrix.param, matrix.grad
     rows, columns = param.shape
     record.dtype, record.rows, record.columns = _DTYPES[param.dtype], rows, columns
     record.threads = min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD) or 1
@@ -125,12 +122,14 @@ def _record(matrix: CoupledMatrix) -> _Record:
     record.exp_avg_sq = matrix.exp_avg_sq.data_ptr()
     if matrix.max_exp_avg_sq is not None:
         record.max_exp_avg_sq = matrix.max_exp_avg_sq.data_ptr()
-    record.weight, record.factor = 1 - matrix.beta1, 1.0
+    record.weight, record.beta2, record.eps = 1 - matrix.beta1, matrix.beta2, matrix.group["eps"]
     return record
 
 
-def _set_scalars(record: Any, matrix: CoupledMatrix, scalars: Scalars) -> None:
-    record.beta2, record.eps = matrix.beta2, matrix.group["eps"]
+def _set_scalars(record: Any, matrix: CoupledMatrix, scalars: Scalars, seen: Any) -> None:
+    """The step's numbers; ``seen`` is the weight of all gradients in nu, 1 - beta2^t of them."""
+    record.lr = matrix.lr / (1 - matrix.beta1**scalars.t)
+    record.scale = matrix.group["second_moment_scale"] / seen
     record.factor, record.decay = scalars.factor, scalars.decay
     if (noise := scalars.noise) is not None:
         record.stochastic = True

@@ -34,7 +34,7 @@ class Comparison:
 ADAMW_BEST = Line("AdamW, 0, 0.99", "betas", "adamw 0 0.99 n=5")
 A_BEST = Line("a = 0.75, 0, 0.99", "betas", "a=0.75 0 0.99 n=4")
 AFTER_20M = (
-    Line("AdamW, 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"),
+    Line("AdamW, 0, 0.999", "betas_longer", "adamw 0 0.999 n=2"),
     Line("AdamW, 0.9, 0.95 (five seeds)", "betas_longer", "adamw 0.9 0.95 n=0"),
     Line("AdamW, 0, 0.99", "betas_longer", "adamw 0 0.99 n=1"),
     Line("AdamW, 0.9, 0.999", "betas_longer", "adamw 0.9 0.999 n=1"),

@@ -277,7 +277,7 @@ RECOMMENDED = (
         Line("AdamW, betas 0.9, 0.95", "betas_longer", "adamw 0.9 0.95 n=0"), "2 V x H", None
     ),
     Recommended(
-        Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"), "2 V x H", None
+        Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=2"), "2 V x H", None
     ),
     Recommended(Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "Coupled Adam"),
     Recommended(Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "LEAN"),

@@ -45,8 +45,7 @@ gpu-compile-%: $(VENV)/installed
 	TRITON_CACHE_DIR=$(VENV)/triton-$*/cache PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
-# Python compiles a module when it is first imported; most that are installed never are.
-PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
+PIP := $(BIN)/pip --disable-pip-version-check install
 
 # Training frameworks for tests/frameworks, which skips those that are not installed.
 $(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt

@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Three tests at a time, even on two cores, as many wait for the processes that they start.
 WORKERS ?= 3
-PYTEST = $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
+# Each process that a test starts would compile our modules anew if it could not keep them.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
 .PHONY: coverage demo docs format gpu gpu-compile test test-slow
 

@@ -32,7 +32,6 @@ PRELOADED = [
     "lightning.pytorch",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.gpt2.modeling_gpt2",
-    "docstring_parser",
     "coupled_adam.lab.comparison",
     "coupled_adam.lab.evaluation.evaluate",
     "coupled_adam.lab.reporting.report",

@@ -93,6 +93,7 @@ class Texts(torch.utils.data.Dataset):
 
 def test_trainer(tmp_path):
     """In its log, and so wherever the Trainer reports to."""
+    pytest.importorskip("accelerate", reason="the Trainer needs it")
     trainer = Trainer(
         gpt2(),
         TrainingArguments(

@@ -204,6 +204,7 @@ def test_training_checkpoints(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # saving, in torch 2.7
 def test_a_distributed_checkpoint_is_converted_first(tmp_path):
     model = make("llama untied")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
@@ -317,6 +318,8 @@ CLASSES = {
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name > "F")) for name in CLASSES]
 )
 def test_what_transformers_would_take(name, tmp_path):
+    if name == "EncoderDecoderModel":
+        pytest.importorskip("transformers", "5.23", "has no default configuration of this class")
     assert measure(name, tmp_path)["outcome"] == CLASSES[name]
 
 

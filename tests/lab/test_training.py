@@ -213,14 +213,16 @@ def test_sharded_run_is_killed_and_resumed(lab):
     lab.run("one", *options)
     lab.stop("cut", *sharded, step=20, number=signal.SIGKILL, code=-9, processes=2)
     lab.run("cut", *sharded, "--resume", processes=4)
-    close(lab.weights("one"), lab.weights("cut"), 1e-10)
+    # With torch 2.7 FSDP2 is less exact, also without the interruption.
+    less = 100 if torch.__version__.startswith("2.7.") else 1
+    close(lab.weights("one"), lab.weights("cut"), less * 1e-10)
     for step in range(10, 70, 10):
         moments = [
             np.load(lab.folder / run / "second_moments" / f"step-{step}.npy")
             for run in ("one", "cut")
         ]
         assert moments[0].shape == (300,)
-        np.testing.assert_allclose(moments[0], moments[1], rtol=1e-6)
+        np.testing.assert_allclose(moments[0], moments[1], rtol=less * 1e-6)
 
 
 def test_processes_and_accumulation_may_change_on_resume(lab):
@@ -274,7 +276,10 @@ def test_compiled(lab):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--arm", "muon", "--arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
+        pytest.param(
+            ["--arm", "muon", "--arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
+            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9"),
+        ),
         ["--arm", "in", "--model.tied=false", "--arms.in={optimizer: coupled_adam, couple: input}"],
         ["--arm", "adamw", "--model.architecture=stablelm", "--training.precision=bf16-mixed"],
         ["--arm", "coupled_adam", "--model.bias=false", "--training.schedule=wsd"],

@@ -336,6 +336,14 @@ def test_bold(recipe):
     arms, note = bold(dict(zip(LOSSES, reversed(LOSSES.values()))))
     assert arms == ["adamw"]
     assert "better than AdamW, or AdamW better than the only other optimizer, by" in note
+    rows = arm_results(frame_of_losses(recipe, LOSSES), bold="all")
+    assert rows[1].metrics["test_loss"].p is not None
+
+
+def test_a_report_is_told_what_is_bold(comparison):
+    report([comparison], comparison / "report", bold="all")
+    table = (comparison / "report" / "table.md").read_text()
+    assert "Bold: better than each of the others" in table
 
 
 def test_what_was_not_run_is_a_dash(tmp_path, recipe):

@@ -207,6 +207,8 @@ def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
     assert sentence in " ".join(shown.split())
     heads = [shown.index(heading) for heading in ("repeated", "verdict", "‖e‖")]
     assert heads == sorted(heads)
+    for path in (page, explore):
+        assert f"written: {path}" in " ".join(shown.split())
     assert sentence in page.read_text()
     assert "<th" in page.read_text().partition("Under-trained tokens: gpt2")[2]
     assert "repeated=" in explore.read_text().rpartition("Plotly.newPlot(")[2]

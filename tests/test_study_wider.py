@@ -29,7 +29,7 @@ def text():
 def test_all_arms_learn(arm, device, text):
     training = Training(SMALL, f"{arm} n=4", 1, text.to(device))
     train_together([training], SMALL)
-    assert training.losses[0] == pytest.approx(5.7, abs=0.1)  # log 300
+    assert training.losses[0].item() == pytest.approx(5.7, abs=0.1)  # log 300
     assert training.losses[-3:].mean() < training.losses[0] - 0.2
     result = training.result(text[:101].to(device), text[101:].to(device))
     json.dumps(result, allow_nan=False)

@@ -85,6 +85,7 @@ OPTIMIZERS = {
 ON_A_GPU = {
     "LEAN": OPTIMIZERS["CoupledAdamW LEAN"],
     "LEAN, momentum": coupled(**{**_LEAN, "betas": (0.9, 0.999)}),
+    "LEAN, rounded stochastically": coupled(**_LEAN, stochastic_rounding=True),
     "Coupled Adam": OPTIMIZERS["CoupledAdamW fused"],
     "e - c g": OPTIMIZERS["e - c g"],
     "AdamW compiled": uncoupled(torch.optim.AdamW, 7, compiled=True, capturable=True),
@@ -92,7 +93,8 @@ ON_A_GPU = {
     "Ember": OPTIMIZERS["Ember"],
     "LEAN, fused=False": coupled(**_LEAN, fused=False),
 }
-"""Those that ``benchmarks/gpu.py`` times; the last is what runs where there is no Triton."""
+"""Those that ``benchmarks/gpu.py`` times, the rounded one in bfloat16; the last is what runs where
+there is no Triton."""
 
 
 def candidate(name: str) -> Candidate:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.optimizers import ON_A_GPU
 from benchmarks import speed_table
+from benchmarks.gpu import IN_FLOAT32
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("torch", "numpy", "triton", "pytest")
@@ -79,7 +79,7 @@ def test_what_a_cpu_can_do(gpu, tmp_path):
     result = gpu(*SMALL, "--workers", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads((tmp_path / "gpu.json").read_text())
-    assert [timed["optimizer"] for timed in content["steps"]] == list(ON_A_GPU)
+    assert [timed["optimizer"] for timed in content["steps"]] == list(IN_FLOAT32)
     assert [of["optimizer"] for of in content["training"]] == ["coupled", "lean"]
     outcomes = [test["outcome"] for test in content["tests"]]
     assert outcomes.count("passed") > 10

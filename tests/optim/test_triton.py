@@ -64,6 +64,19 @@ def test_compiled(name, dtype):
     assert not any(usage(launch).spilled for launch in launches)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_are_read_ahead_16_bytes_at_a_time(dtype):
+    """Gradient, parameter and mean update; of the row's moments, a thread has a few numbers."""
+    with compiling("sm_90") as launches:
+        take_steps("LEAN", 4096, dtype, "rows")
+    for launch in launches:
+        if launch.kernel == "_lean":
+            copies = re.findall(r"cp\.async\.c[ag]\S* [^;]*?\], (\w+),?", launch.binary.asm["ptx"])
+            widths = [int(width, 0) for width in copies]
+            assert widths.count(16) > 30
+            assert len(widths) - widths.count(16) <= launch.stages
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", KINDS)

@@ -80,7 +80,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     # fmt: off
     if columns:
         _launch(
-            _finish, (triton.cdiv(columns, _FINISH_BLOCK[1]),), _FINISH_BLOCK,
+            _finish, (_cdiv(columns, _FINISH_BLOCK[1]),), _FINISH_BLOCK,
             sums.columns, sums.columns.numel() // columns,
             matrix.exp_avg_sq, matrix.max_exp_avg_sq, rates, columns,
             share=1 - matrix.beta2, vocab_size=float(matrix.vocab_size),
@@ -89,7 +89,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
         )
     if columns and rows:
         _launch(
-            _update, (triton.cdiv(rows, block[0]) * triton.cdiv(columns, block[1]),), block,
+            _update, (_cdiv(rows, block[0]) * _cdiv(columns, block[1]),), block,
             param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
             rates, rows, columns,
             **_of_parameter(matrix, scalars),
@@ -117,7 +117,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     are_complete = not matrix.row_ranks and weights is None
     if are_complete and columns:
         _launch(
-            _finish_lean, (triton.cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
+            _finish_lean, (_cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
             sums, parts, nu, mean, columns, share, _on(param.device, matrix.lr), num_warps=8,
         )
     # fmt: on
@@ -182,10 +182,10 @@ def _lean_shape(
     """
     param, matrices, mean = matrix.param, matrix.matrices, matrix.mean_update
     (rows, columns), (units, shared_memory) = param.shape, _device(param.device)
-    wide = max(16, triton.next_power_of_2(columns))
+    wide = max(16, 1 << (columns - 1).bit_length())  # a power of two
     tall = max(1, _LEAN_ELEMENTS // wide)
     most = _PROGRAMS * units * _LEAN_ELEMENTS // (tall * wide)
-    parts = max(1, min(most, triton.cdiv(rows, tall)))
+    parts = max(1, min(most, _cdiv(rows, tall)))
     is_aligned = all(x.stride(1) == 1 and x.stride(0) % 16 == 0 for x in matrices)
     lanes = 64 if torch.version.hip else 32
     if torch.version.hip:
@@ -210,9 +210,9 @@ def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
     """The numbers of programs that sum over columns and over rows, and the block of each."""
     rows, columns = matrix.shape
     tall, wide = _block(matrix, _SUMS_BLOCK)
-    across = triton.cdiv(columns, wide)
+    across = _cdiv(columns, wide)
     most = _PROGRAMS * _device(matrix.device)[0] // max(1, across)
-    return across, max(1, min(most, triton.cdiv(rows, tall))), (tall, wide)
+    return across, max(1, min(most, _cdiv(rows, tall))), (tall, wide)
 
 
 @functools.cache
@@ -235,6 +235,11 @@ def _strides(matrix: Tensor | None) -> tuple[int, int]:
 
 def _on(device: torch.device, value: float | Tensor) -> float | Tensor:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _cdiv(x: int, y: int) -> int:
+    """``triton.cdiv``, whose call takes the host far longer than the division."""
+    return -(-x // y)
 
 
 def _signed(number: int) -> int:
@@ -406,7 +411,7 @@ def _lean(
 
         change = rate[None, :] * step
         if mean is not None:
-            d = tl.load(mean + column, mask=_moving(inside, lr), other=0.0)
+            d = tl.load(mean + column, mask=column < _moving(columns, lr), other=0.0)
             change -= tl.where(active, d[None, :], 0.0)
         place = _place(row, param_row_stride, column, param_column_stride)
         p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
@@ -450,7 +455,7 @@ def _finish_lean(
         if mean is not None:
             # At a rate of 0 d is kept for a later step.
             new = tl.div_rn(tl.sum(update, axis=0), k)
-            tl.store(mean + column, new, mask=_moving(inside, lr))
+            tl.store(mean + column, new, mask=column < _moving(columns, lr))
 
 
 @triton.jit
@@ -527,9 +532,12 @@ def _number(value):
 
 
 @triton.jit
-def _moving(inside, lr):
-    """The columns ``inside``, or none if the rate is 0, at which nothing moves."""
-    return tl.where(inside, _number(lr).to(tl.float32), 0.0) != 0.0
+def _moving(columns, lr):
+    """How many columns move: none at a rate of 0.
+
+    A mask by this number, other than one by the rate itself, lets a thread read 16 bytes at a time.
+    """
+    return tl.where(_number(lr).to(tl.float32) != 0.0, columns, 0)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.reporting.statistics import shorthand
@@ -323,31 +324,52 @@ def _geometry() -> Table:
 
 
 WIDER = {
-    "AdamW, 0, 0.999": "adamw 0 0.999",
-    "LEAN": "lean",
-    "AdamW, 0.9, 0.95": "adamw 0.9 0.95",
-    "Ember": "ember",
+    "AdamW, 0, 0.999": ("adamw 0 0.999", "1"),
+    "LEAN": ("lean", "1"),
+    "AdamW, 0.9, 0.95": ("adamw 0.9 0.95", "6"),
+    "Ember": ("ember", "6"),
 }
-"""The arms of :mod:`study.wider` by what the page calls them."""
+"""The arms of :mod:`study.wider` by what the page calls them, and the seed that chose the rate."""
 
 
 def _wider() -> Table:
-    """The validation loss by n with the first seed, and what the rate with the most seeds has."""
+    """The validation loss by n with one seed, and what the chosen rate has in the second run."""
     measured = results("wider")
     rows = []
-    for label, arm in WIDER.items():
-        runs_by_n = {n: measured.get(f"{arm} n={n}", {}).get("seeds", {}) for n in (0, 2, 4)}
-        losses = [
-            f"{seeds['1']['valid_loss']:.3f}" if seeds else "" for seeds in runs_by_n.values()
-        ]
-        n, seeds = max(runs_by_n.items(), key=lambda tried: len(tried[1]))
+    for label, (arm, seed) in WIDER.items():
+        runs_by_n = {n: measured[f"{arm} n={n}"]["seeds"] for n in (0, 2, 4)}
+        losses = {n: runs[seed]["valid_loss"] for n, runs in runs_by_n.items()}
+        n = min(losses, key=losses.__getitem__)
+        second = [run for number, run in runs_by_n[n].items() if int(number) >= 6]
         test, mean = (
-            shorthand([run[key] for run in seeds.values()], digits)
-            for key, digits in (("test_loss", 3), ("mean_norm_ratio", 3))
+            shorthand([run[key] for run in second], 3) for key in ("test_loss", "mean_norm_ratio")
         )
-        rows.append([label, *losses, str(n), test, mean, str(len(seeds))])
+        cells = [f"{loss:.3f}" for loss in losses.values()]
+        rows.append([label, *cells, str(n), test, mean, str(len(second))])
     header = ["embeddings", *(f"L (validation), n = {n}" for n in (0, 2, 4))]
     return Table([*header, "n", "test loss", "‖μ‖ʳ", "seeds"], rows)
+
+
+def _wider_pairs() -> Table:
+    """LEAN minus the AdamW with its betas at n = 2, of each run of the wider model and of both."""
+    ours, theirs = (
+        {
+            int(seed): run["test_loss"]
+            for seed, run in results("wider")[f"{arm} n=2"]["seeds"].items()
+        }
+        for arm in ("lean", "adamw 0 0.999")
+    )
+    rows = []
+    for label, chosen in (
+        ("2 to 5, first run", range(2, 6)),
+        ("6 to 15, second run", range(6, 16)),
+        ("both", range(2, 16)),
+    ):
+        pairs = [ours[seed] - theirs[seed] for seed in chosen]
+        low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
+        each = ", ".join(f"{pair:+.3f}" for pair in pairs) if label != "both" else ""
+        rows.append([label, each, f"{np.mean(pairs):+.3f}", f"{low:+.3f} to {high:+.3f}"])
+    return Table(["seeds", "differences", "mean", "95 % interval"], rows, left=(0, 1, 3))
 
 
 def step_time(optimizer: str) -> float:
@@ -545,6 +567,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "readme": _readme,
     "geometry": _geometry,
     "wider": _wider,
+    "wider_pairs": _wider_pairs,
     "rate": rate.table,
 }
 

@@ -77,7 +77,7 @@ def _shards(params: list[Any], partition: torch.Tensor, process_group: Any) -> l
         whole, piece = mapping.lp_fragment_address, mapping.hp_fragment_address
         shard = FlatShard(tuple(p.shape), whole.start, process_group, piece.start, piece.numel)
         expected = p.detach().flatten()[whole.start : whole.start + piece.numel]
-        if not torch.equal(shard.of(partition).to(p.dtype), expected):
+        if not torch.equal(shard.view(partition).to(p.dtype), expected):
             raise ValueError(
                 f"the partition does not hold the parameter of shape {list(p.shape)} where "
                 "DeepSpeed says: call couple before the first step, and leave out "

@@ -109,6 +109,7 @@ def scale_by_coupled_adam(
                 lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
             )
 
+        # Here, as the transformation does not know its parameters any earlier.
         jax.tree_util.tree_map_with_path(_check_matrix, params)
         return ScaleByCoupledAdamState(
             count=jnp.zeros([], jnp.int32),
@@ -140,7 +141,7 @@ def scale_by_coupled_adam(
         # r = 0 has had no gradient, and the squares of one with inf have overflowed.
         r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count))
         w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-row_exponent / 2)).astype(nu.dtype)
-        w = jnp.expand_dims(w, 1 - vocab_axis)
+        w = jnp.expand_dims(w, 1 - vocab_axis)  # [V, 1]
         active = w != 0
         k = active.sum(dtype=nu.dtype)
 
@@ -156,10 +157,11 @@ def scale_by_coupled_adam(
         rho = optax.tree.bias_correction(total / jnp.maximum(number, 1), b2, seen)
         relative = jnp.where(rho == 0, 1, rho) ** (row_exponent / 2)
         rate = relative / denominators(jnp.where(nu == 0, 1, nu), seen)
-        rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)
+        rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
+        # Without any active token this is a step that has seen nothing: nu and d stay.
         nu = jnp.where(k == 0, nu, average(nu, squares))
         update = jnp.where(active, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
-        if d:
+        if d:  # with zero_sum; divided by lr, as the whole update is multiplied with it later
             given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
             update -= jnp.where(active, jnp.expand_dims(given_back, vocab_axis), 0)
             moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
@@ -170,6 +172,7 @@ def scale_by_coupled_adam(
         updates: optax.Updates, state: ScaleByCoupledAdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByCoupledAdamState]:
         del params
+        # A schedule is asked with the count before this step, as optax.scale_by_learning_rate does.
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
         mu, mu_hat = None, updates
@@ -177,9 +180,10 @@ def scale_by_coupled_adam(
             mu = optax.tree.update_moment(updates, state.mu, b1, 1)
             mu_hat = optax.tree.bias_correction(mu, b1, count)
             mu = optax.tree.cast_like(mu, state.mu)
-        means = [tree for tree in state[2:] if tree is not None]
+        means = [tree for tree in state[2:] if tree is not None]  # nu, nu_row, mean_update
         step = functools.partial(lean if is_lean else coupled, count, lr)
         results = jax.tree.map(step, updates, mu_hat, *means)  # a tuple for each matrix
+        # From a tree of tuples to a tuple of trees, with None for what this variant does not keep.
         updates, *means = (
             jax.tree.map(lambda _, result, i=i: result[i], updates, results)
             for i in range(1 + len(means))

@@ -16,9 +16,10 @@ from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.param_groups import embedding_options, param_groups
 
-_OF_GROUPS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
+_GROUP_OPTIONS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
 """The options that go to param_groups; the weight decay is the optimizer's."""
-_OPTIONS = _OF_GROUPS | {*inspect.signature(CoupledAdamW).parameters} - {"params"}
+# "lr_factor" is among the arguments only to be refused, with a message, by CoupledAdamW.
+_OPTIONS = _GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"params"}
 
 
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
@@ -39,7 +40,8 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
     given = _options_of(trainer.args, options)
     nothing = param_groups(nn.Embedding(2, 2), given.get("embeddings", "coupled"))
-    CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _OF_GROUPS})
+    # The options of groups name what the model must have, and are checked when there is one.
+    CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _GROUP_OPTIONS})
     factory: Any = CoupledAdamWFactory  # which Trainer takes, though it asks for an optimizer
     trainer.optimizer_cls_and_kwargs = (factory, {"args": trainer.args, **options})
 
@@ -70,14 +72,15 @@ class CoupledAdamWFactory:
             TypeError: if there is neither ``args`` nor ``lr``, or if an option is unknown.
             ValueError: as the two raise it, or if ``optim_args`` is no list of options.
         """
+        # Trainer gives a factory the model and its options alone; so args are one of the options.
         if args is None and "lr" not in options:
             raise TypeError(
                 "the trainer does not tell an optimizer factory its learning rate: write "
                 "use_coupled_adam(trainer), or give {'args': training_arguments} or 'lr'"
             )
         options = _options_of(args, options)
-        of_groups = {name: options.pop(name) for name in _OF_GROUPS if name in options}
-        return CoupledAdamW(param_groups(model, **of_groups), **options)
+        group_options = {name: options.pop(name) for name in _GROUP_OPTIONS if name in options}
+        return CoupledAdamW(param_groups(model, **group_options), **options)
 
 
 def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +91,7 @@ def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
             "weight_decay": args.weight_decay,
+            # None, not False, lets CoupledAdamW choose as it does without a trainer.
             "fused": True if args.optim == "adamw_torch_fused" else None,
             **_options_in(args.optim_args or ""),
             **options,
@@ -110,6 +114,6 @@ def _options_in(text: str) -> dict[str, Any]:
         if not value:
             raise ValueError(f"optim_args={text!r} must be options such as embeddings=lean")
         options[name] = value
-        with contextlib.suppress(SyntaxError, ValueError):
+        with contextlib.suppress(SyntaxError, ValueError):  # a word, such as lean
             options[name] = ast.literal_eval(value)
     return options

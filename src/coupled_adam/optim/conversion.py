@@ -28,6 +28,7 @@ from coupled_adam.optim.warn import warn
 
 State = dict[str, Tensor]
 
+# The entries that each must have. Coupled Adam's may lack exp_avg, which begins with momentum.
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 _MUONS = ("momentum_buffer",)
 
@@ -64,10 +65,11 @@ def adapt(
             )
         saved.pop("flat_shards", None)  # which are not saved, only that there are some
         complete(saved, group)
+        # The checks and conversions need the parameters, where a checkpoint has their numbers.
         loaded = {**saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
-            if state.get(key):
+            if state.get(key):  # what has never had a gradient has none
                 state[key], second_moments = _adapted(loaded, index, state[key])
                 if loaded["coupled"]:
                     moments[p] = second_moments
@@ -98,6 +100,7 @@ def _warn_of_changes(groups: list[Group], saved_groups: list[Group]) -> None:
         ]
         if has_momentum(saved) != has_momentum(group):
             names.append("betas")
+        # The others have an effect in a coupled group only.
         names = [name for name in names if name == "coupled" or saved["coupled"]]
         own, loaded = (", ".join(f"{n}={g[n]}" for n in names) for g in (group, saved))
         if names:
@@ -129,6 +132,7 @@ def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
 
 
 def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, State]:
+    """A loaded state as a coupled group needs it, and its second moments again."""
     needed = entries(group)
     # 1. The second moments, converted; pieces of flattened matrices need those of such pieces
     is_whole = p.dim() == 2
@@ -143,7 +147,8 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
     # 2. The first moment: what is not finite would reach all rows through LEAN's mean update
     if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
         state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
-    # 3. What is neither Adam's nor ours stays
+    # 3. Entries that are not needed go, as fit_state refuses them; what is neither Adam's nor ours,
+    # such as a wrapper's own, stays
     state = {n: x for n, x in {**state, **moments}.items() if n not in MOMENTS - needed.keys()}
     _check_shapes(state, {name: entry_shape(group, p, dim) for name, dim in needed.items()})
     moments = {
@@ -176,7 +181,7 @@ def _check_entries(state: State, p: Tensor) -> None:
 
 def _is_count(step: Any) -> bool:
     if isinstance(step, Tensor):
-        if step.is_meta or isinstance(step, FakeTensor):
+        if step.is_meta or isinstance(step, FakeTensor):  # it has no value to check
             return True
         step = step.item() if step.numel() == 1 else None
     return isinstance(step, float | int) and 0 <= step < math.inf
@@ -216,11 +221,12 @@ def _converted(group: Group, p: Tensor, moments: State) -> State:
         if not is_lean(group):
             return means
         r, nu = _mean(nu, 1 - vocab_dim), means["exp_avg_sq"]
-    elif is_lean(group) == (r is not None):
+    elif is_lean(group) == (r is not None):  # the group's own
         return {}
     elif r is None:  # Coupled Adam's, which does not tell the rows apart
         r = new_moment(group, p, 1 - vocab_dim) + _mean_of(nu)
     else:  # LEAN's: v_ij is r_i nu_j / mean(nu)
+        # Without any gradient nu is 0, and stays 0; likewise in _adam_of_lean.
         return {"exp_avg_sq": nu * (_mean_of(r) / (_mean_of(nu) or 1.0))}
     # 2. LEAN's nu is the mean over the rows that have had a gradient. A column that has overflowed,
     # which Coupled Adam stops, has the mean of the others
@@ -229,15 +235,16 @@ def _converted(group: Group, p: Tensor, moments: State) -> State:
 
 
 def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:
-    """Adam's v_ij = r_i nu_j / mean(nu); what has overflowed stays where it is."""
+    """Adam's v_ij = r_i nu_j / mean(nu), [V, H] or [H, V]; what has overflowed stays infinite."""
     v = nu.unsqueeze(vocab_dim) / (_mean_of(nu) or 1.0) * r.unsqueeze(1 - vocab_dim)
     return v.nan_to_num(math.inf, math.inf)
 
 
 def _mean(v: Tensor, dim: int) -> Tensor:
-    """The means of what is finite over a dimension of a matrix."""
-    finite = sharded.mean_over(v.isfinite().to(v.dtype), dim)
-    return sharded.mean_over(v.nan_to_num(0.0, 0.0, 0.0), dim) / finite.clamp(min=1 / v.shape[dim])
+    """The means of what is finite over a dimension of a matrix, [H] or [V]."""
+    # The share of what is finite; where nothing is, the mean is 0, not 0 / 0.
+    share = sharded.mean_over(v.isfinite().to(v.dtype), dim).clamp(min=1 / v.shape[dim])
+    return sharded.mean_over(v.nan_to_num(0.0, 0.0, 0.0), dim) / share
 
 
 def _mean_of(vector: Tensor) -> float:
@@ -276,6 +283,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
+        # torch.optim.Adam would keep options that it does not know, and save them again.
         left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
@@ -288,8 +296,9 @@ def _spread(state: State, group: Group) -> State:
     if exp_avg is None and r is None:
         return {}
     for name in state.keys() & {*SECOND_MOMENTS}:
-        nu = state[name]
+        nu = state[name]  # [H]
         v = nu.unsqueeze(vocab_dim) if r is None else _adam_of_lean(nu, r, vocab_dim)
+        # [V, H], in the dtype and with the strides of exp_avg, as Adam itself makes it.
         adam[name] = v if exp_avg is None else torch.empty_like(exp_avg).copy_(v)
     adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))
     return adam

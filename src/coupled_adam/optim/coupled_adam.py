@@ -132,6 +132,7 @@ class CoupledAdam(torch.optim.Adam):
         lr_factor: None = None,
     ) -> None:
         arguments = dict(locals())
+        # 1. What is coupled: a model's groups, or what vocab_size finds, or what groups say
         if lr_factor is not None:
             raise ValueError(
                 f"lr_factor={lr_factor!r} is an option of the embeddings: write "
@@ -146,14 +147,17 @@ class CoupledAdam(torch.optim.Adam):
                 "parameters they are: pass the model instead of parameters, or vocab_size= with "
                 "the number of their rows; param groups have the options themselves"
             )
-        of_embeddings = embedding_options(embeddings or "coupled")
+        # 2. The options, and whether each of them has an effect
+        coupled_options = embedding_options(embeddings or "coupled")
         coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
         # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.
-        is_found = isinstance(groups, ParamGroups) or vocab_size is not None
-        of_groups = groups[-1] if isinstance(groups, ParamGroups) and groups else of_embeddings
-        _refuse_what_groups_set(coupling, of_groups, is_found)
+        is_grouped = isinstance(groups, ParamGroups)
+        knows_matrices = is_grouped or vocab_size is not None
+        group_options = groups[-1] if is_grouped and groups else coupled_options
+        _refuse_what_groups_set(coupling, group_options, knows_matrices)
+        # 3. The optimizer, whose constructor calls add_param_group
         self._pending, self._warned, self._checked = Pending(), set[str](), dict[int, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
@@ -173,11 +177,12 @@ class CoupledAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         if vocab_size is not None and not is_model:
-            self.param_groups = couple_by_size(self.param_groups, vocab_size, of_embeddings)
+            # Only now, as torch has turned all that params may be into groups.
+            self.param_groups = couple_by_size(self.param_groups, vocab_size, coupled_options)
             for group in self.param_groups:
                 check_group(group)
         # param_groups has said why it has coupled nothing.
-        if not isinstance(groups, ParamGroups) and not any(g["coupled"] for g in self.param_groups):
+        if not is_grouped and not any(g["coupled"] for g in self.param_groups):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
@@ -195,6 +200,7 @@ class CoupledAdam(torch.optim.Adam):
             complete(param_group, self.defaults)
             _name_parameters(param_group, self.param_groups)
         super().add_param_group(param_group)
+        # After torch has checked the tensors and made a list of them.
         try:
             check_group(self.param_groups[-1])
         except ValueError:
@@ -323,14 +329,14 @@ class CoupledAdam(torch.optim.Adam):
         """
         p = group["params"][index]
         # What is refused leaves no state behind, not even an empty one.
-        now = description(group, p, self.state.get(p, {}))
+        now = description(group, p, self.state.get(p, {}))  # None: to be checked in every step
         before, kernel = self._checked.get(number, (None, None))
         if now is None or now != before:
             kernel = None
             if not is_checked:
                 check_parameter(group, index)
                 fit_state(group, index, self.state[p])
-                now = description(group, p, self.state[p])
+                now = description(group, p, self.state[p])  # of the state that has been made
         whole = CoupledMatrix.of(group, p, self.state[p], number)
         matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
         for matrix in matrices:
@@ -361,7 +367,7 @@ class CoupledAdam(torch.optim.Adam):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, complete."""
-        self._pending.finish()
+        self._pending.finish()  # a sum that is on its way cannot be pickled
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -488,26 +494,26 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 
 
 def _refuse_what_groups_set(
-    coupling: Mapping[str, Any], of_groups: Mapping[str, Any], is_found: bool
+    coupling: Mapping[str, Any], group_options: Mapping[str, Any], knows_matrices: bool
 ) -> None:
     """Raise ValueError for an argument that has no effect, as the coupled groups set it.
 
     Args:
         coupling: the arguments.
-        of_groups: the options of the coupled groups, or of ``embeddings``.
-        is_found: whether a model, or ``vocab_size``, says which matrices are coupled.
+        group_options: the options of the coupled groups, or of ``embeddings``.
+        knows_matrices: whether a model, or ``vocab_size``, says which matrices are coupled.
     """
     for name, value in coupling.items():
-        if name in ("coupled", "vocab_dim") and is_found:
+        if name in ("coupled", "vocab_dim") and knows_matrices:
             raise ValueError(
                 f"{name}={value!r} has no effect beside a model or vocab_size=, which say which "
                 "matrices embed tokens and how they are stored: leave it out, or name them, as in "
                 "param_groups(model, tables={'embed.W_E': 0, 'unembed.W_U': 1}), 1 for [H, V]"
             )
-        if name in ("second_moment_scale", "row_exponent", "zero_sum") and name in of_groups:
+        if name in ("second_moment_scale", "row_exponent", "zero_sum") and name in group_options:
             raise ValueError(
                 f"{name}={value!r} has no effect, as embeddings= sets {name} to "
-                f"{of_groups[name]!r}: change it there, as in "
+                f"{group_options[name]!r}: change it there, as in "
                 f"embeddings=LEAN | {{{name!r}: {value!r}}}"
             )
 
@@ -515,6 +521,7 @@ def _refuse_what_groups_set(
 def _name_parameters(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Give a group that is added later names if the others have some, as torch demands."""
     params = group["params"]
+    # torch itself refuses a set, since its order may change.
     if isinstance(params, set) or not others or "param_names" not in others[0]:
         return
     group["params"] = params = [params] if isinstance(params, Tensor) else list(params)

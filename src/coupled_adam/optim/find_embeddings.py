@@ -107,7 +107,9 @@ class ModelMatrix:
         return any(map(_MAYBE_NO_TOKENS.fullmatch, self._words()))
 
     def _words(self) -> list[str]:
+        # The end of the name only: what is further up describes the whole model.
         names = " ".join([*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]])
+        # From GPTPosEmb and tok_emb to gpt, pos, emb, tok and emb.
         words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
         return [word.lower() for word in words]
 
@@ -223,10 +225,10 @@ def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
                 "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
                 "torch.distributed.fsdp.fully_shard"
             )
+    # What may be a pipeline: an nn.Sequential, and the model itself.
     modules = model.named_modules()
-    _find_blocks(
-        matrices.values(), {"", *(name for name, m in modules if isinstance(m, nn.Sequential))}
-    )
+    sequences = {"", *(name for name, module in modules if isinstance(module, nn.Sequential))}
+    _find_blocks(matrices.values(), sequences)
     return list(matrices.values())
 
 
@@ -240,6 +242,8 @@ def _find_blocks(matrices: Iterable[ModelMatrix], sequences: set[str] | None = N
         matrices: all matrices of a model.
         sequences: the names of modules that may be pipelines; by default all may be.
     """
+    # The items of a list that have a matrix of the same name, by what is before and after the
+    # item's number: ("layers", "mlp.weight") has those of layers.0.mlp.weight, layers.1.mlp.weight.
     items: dict[tuple[str, str], list[tuple[ModelMatrix, str]]] = {}
     for m in matrices:
         components = m.name.split(".")
@@ -269,7 +273,7 @@ def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
 
 def _configured_sizes(model: nn.Module) -> set[int]:
     """The vocabulary sizes in the configurations of the model and its submodules, also nested."""
-    configs: dict[int, Any] = {}
+    configs: dict[int, Any] = {}  # by id, as all modules of a model may share one
     for module in model.modules():
         with contextlib.suppress(Exception):  # a property may raise anything
             configs[id(module.config)] = module.config
@@ -355,6 +359,7 @@ def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int])
         has_getters = True
         for p in _weights(returned):
             m = by_parameter.get(p)
+            # Not of two dimensions, or a head with a single score, as of a reward model.
             if m is None or m.shape[0] == 1:
                 continue
             # The "input embeddings" of an encoder of images or sounds are a projection.
@@ -362,6 +367,7 @@ def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int])
                 continue
             # FSMT returns the decoder's table as output, and has a head beside it.
             m.sides.add("input" if m.kinds == {"table"} else side)
+            # What a hand-written module does with its matrix is not known, but its size tells.
             if m.kinds == {"hand-written"} and m.shape[0] not in sizes and m.shape[1] in sizes:
                 m.vocab_dim = 1
     return has_getters
@@ -387,7 +393,8 @@ def _size_of_the_tables(
     rows = sorted(m.shape[0] for m in tables if not m.is_doubtful)
     if len(rows) < 2:
         return {*rows}
-    *_, n = rows
+    n = rows[-1]
+    # A size that is also the width of layers would make hidden layers heads.
     has_head = any(m.shape[0] == n and not m.blocks for m in layers)
     if has_head and rows.count(n) == 1 and n not in widths:
         return {n}
@@ -402,13 +409,14 @@ def _alike(
     A table with other numbers of rows does if it has ``least`` rows, times the largest V.
     """
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
+    # What is frozen would not be coupled anyway, and without a size nothing can be compared.
     rest = [m for m in matrices if not m.sides and m.parameter.requires_grad] if sizes else []
     tables = [m for m in rest if "table" in m.kinds and not m.blocks]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
-        if not is_table and "linear" not in m.kinds:
+        if not is_table and "linear" not in m.kinds:  # hand-written: either dimension may be V
             return not m.blocks and not sizes.isdisjoint(m.shape)
         if is_table and rows in sizes:  # its name is doubtful
             return True
@@ -448,7 +456,7 @@ def _named_in_tables(
 ) -> list[ModelMatrix]:
     """The matrices that ``tables`` names, with their ``vocab_dim``."""
     by_parameter = {m.parameter: m for m in matrices}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # any name of a tied one
     dims: dict[ModelMatrix, int] = {}
     for entry in _several(tables):
         for name, p in _matching(parameters, entry, "tables").items():
@@ -459,6 +467,7 @@ def _named_in_tables(
                 )
             m = by_parameter[p]
             dim = tables[entry] if isinstance(tables, Mapping) else _vocab_dim(m, sizes)
+            # Two entries may match one matrix, if they agree.
             if dim not in (0, 1) or dims.setdefault(m, dim) != dim:
                 raise ValueError(
                     f"tables={tables!r} must give one dimension for {m}, that which indexes "
@@ -510,8 +519,11 @@ def _matching(
     elif isinstance(entry, Tensor):
         matches = {n: p for n, p in parameters.items() if p is entry}
     else:
-        of_tables = argument == "tables"  # without a head's bias
-        own = {p for p in entry.parameters(not of_tables) if p.dim() == 2 or not of_tables}
+        # tables= means the module's own matrix, without a head's bias; exclude= all below it.
+        is_for_tables = argument == "tables"
+        own = set(entry.parameters(not is_for_tables))
+        if is_for_tables:
+            own = {p for p in own if p.dim() == 2}
         matches = {n: p for n, p in parameters.items() if p in own}
     if not matches:
         near = isinstance(entry, str) and difflib.get_close_matches(entry, parameters, 3, 0.3)
@@ -541,9 +553,10 @@ def matrices_of_size(
     vocab_dims: dict[Tensor, int] = {}
     doubtful = []
     for n in sorted(_given_sizes(vocab_size)):
-        of_size = [m for m in possible if n in m.shape]
-        doubtful += [m for m in of_size if m.is_doubtful]
-        dims = {m: int(m.shape[0] != n) for m in of_size if not m.is_doubtful}
+        candidates = [m for m in possible if n in m.shape]
+        doubtful += [m for m in candidates if m.is_doubtful]
+        # More than a table and a head: there are hidden layers of this width, too.
+        dims = {m: int(m.shape[0] != n) for m in candidates if not m.is_doubtful}
         if not 1 <= len(dims) <= 2:
             raise ValueError(
                 f"vocab_size={n}: matrices that may embed tokens and have this size: "

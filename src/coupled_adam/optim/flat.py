@@ -54,8 +54,8 @@ class FlatShard:
         """Itself, as it does not change, and process groups cannot be copied."""
         return self
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The piece, as a view of the tensor that holds it."""
+    def view(self, flat: Tensor) -> Tensor:
+        """The piece, [numel], as a view of the tensor that holds it."""
         return flat[self.start : None if self.numel is None else self.start + self.numel]
 
     def fits(self, p: Tensor) -> bool:
@@ -69,7 +69,7 @@ class FlatShard:
 def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     """The pieces in each flat parameter of a param group; whole parameters are left out."""
     flat_shards = group.get("flat_shards")
-    if not flat_shards:
+    if not flat_shards:  # of nearly all groups, in each step
         return {}
     return {
         p: [shards] if isinstance(shards, FlatShard) else list(shards)
@@ -87,8 +87,8 @@ class Segment(NamedTuple):
     """A matrix within a piece, and the tokens and features of the whole that it holds."""
 
     matrix: CoupledMatrix
-    tokens: slice
-    features: slice
+    tokens: slice  # of range(V)
+    features: slice  # of range(H)
 
 
 def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
@@ -98,27 +98,30 @@ def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
     """
     vocab_dim = parameter.group["vocab_dim"]
     shards = shards_of(parameter.group)[parameter.parameter]
-    features = [shard.shape[1 - vocab_dim] for shard in shards]
-    tokens = [shard.shape[vocab_dim] for shard in shards]
+    features = [shard.shape[1 - vocab_dim] for shard in shards]  # H of each matrix
+    tokens = [shard.shape[vocab_dim] for shard in shards]  # V of each matrix
 
     def cut(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [None] * len(shards) if vectors is None else vectors.split(sizes)
 
+    # Views, so that what a step writes to them is in the optimizer's state.
     nu, maxima, means = (
         cut(vectors, features)
         for vectors in (parameter.exp_avg_sq, parameter.max_exp_avg_sq, parameter.mean_update)
     )
     rows = cut(parameter.row_exp_avg_sq, tokens)
     for i, shard in enumerate(shards):
+        # A piece has neither whole columns nor, at its ends, whole rows.
         ranks = sharded.ranks_of(shard.process_group)
         yield replace(
             parameter,
-            step=parameter.step.clone() if i else parameter.step,  # each matrix counts its own
+            # A step is counted for each matrix, but only once in the parameter's state.
+            step=parameter.step.clone() if i else parameter.step,
             vocab_size=tokens[i],
             hidden_size=features[i],
-            param=shard.of(parameter.param),
-            grad=shard.of(parameter.grad),
-            exp_avg=None if parameter.exp_avg is None else shard.of(parameter.exp_avg),
+            param=shard.view(parameter.param),
+            grad=shard.view(parameter.grad),
+            exp_avg=None if parameter.exp_avg is None else shard.view(parameter.exp_avg),
             exp_avg_sq=nu[i],
             max_exp_avg_sq=maxima[i],
             row_exp_avg_sq=rows[i],
@@ -136,23 +139,25 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     Each has a copy of the second moments that Coupled Adam updates with its columns, since others
     have the same columns; LEAN only reads these vectors in a pass.
     """
-    from coupled_adam.optim.kernels import choose
+    from coupled_adam.optim.kernels import choose  # which imports this module
 
     assert matrix.shard is not None
     width, offset = matrix.shard.shape[1], matrix.shard.offset
     start, stop = 0, matrix.param.numel()
 
-    def of(vector: Tensor | None, place: slice) -> Any:
+    def cut(vector: Tensor | None, place: slice) -> Any:
         if vector is None:
             return None
         return vector[place] if matrix.is_lean else vector[place].clone()
 
     while start < stop:
+        # 1. The next elements: the end of a row, all whole rows, or the beginning of the last row
         row, column = divmod(offset + start, width)
         rows = max((stop - start) // width, 1) if column == 0 else 1
         columns = min(width - column, stop - start)
         elements = slice(start, start + rows * columns)
         start += rows * columns
+        # 2. Their matrix, as it is stored; then with tokens as rows, as kernels expect it
         param, grad, exp_avg = (
             None if x is None else x[elements].unflatten(0, (rows, columns))
             for x in (matrix.param, matrix.grad, matrix.exp_avg)
@@ -163,30 +168,29 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
         if matrix.group["vocab_dim"] == 1:
             tokens, features = features, tokens
             param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
-        of_segment = replace(
+        segment = replace(
             matrix,
             param=param,
             grad=grad,
             exp_avg=exp_avg,
-            exp_avg_sq=of(matrix.exp_avg_sq, features),
-            max_exp_avg_sq=of(matrix.max_exp_avg_sq, features),
-            row_exp_avg_sq=of(matrix.row_exp_avg_sq, tokens),
-            mean_update=of(matrix.mean_update, features),
+            exp_avg_sq=cut(matrix.exp_avg_sq, features),
+            max_exp_avg_sq=cut(matrix.max_exp_avg_sq, features),
+            row_exp_avg_sq=cut(matrix.row_exp_avg_sq, tokens),
+            mean_update=cut(matrix.mean_update, features),
             shard=None,
         )
-        of_segment.kernel = choose(of_segment)
-        yield Segment(of_segment, tokens, features)
+        segment.kernel = choose(segment)
+        yield Segment(segment, tokens, features)
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
-    """Add up the sums of the segments, [columns]; also of features that are elsewhere."""
-    total = torch.zeros_like(matrix.exp_avg_sq, dtype=_wide(matrix))
+    """Add up the sums of the segments, [H]; 0 for features of which none is here."""
+    total = torch.zeros_like(matrix.exp_avg_sq, dtype=_wide(matrix))  # [H]
     segments = []
     for segment in split(matrix):
         sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)
-        columns = sums.columns
-        columns = columns if columns.dim() == 1 else columns.sum(0)  # over parts of the rows
-        total[segment.features] += columns
+        squares = sums.columns  # [columns], or [parts, columns] for parts of the rows
+        total[segment.features] += squares if squares.dim() == 1 else squares.sum(0)
         segments.append((segment, sums))
     return Sums(total, kernel_state=segments)
 
@@ -194,14 +198,15 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update the segments, and then nu, of which each has updated its copy."""
     for segment, sums_of_segment in sums.kernel_state:
+        # What all ranks have summed in place of the segment's own sums.
         sums_of_segment.columns = sums.columns[segment.features]
-        of_segment = _of_segment(scalars, segment)
-        segment.matrix.kernel.apply_coupled(segment.matrix, sums_of_segment, of_segment)
+        own_scalars = _scalars_of(segment, scalars)
+        segment.matrix.kernel.apply_coupled(segment.matrix, sums_of_segment, own_scalars)
     reference.step_size(matrix, sums, scalars)
 
 
 def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums of g^2 over the columns of the piece, [rows]; also of tokens that are elsewhere."""
+    """The sums of g^2 over the columns of the piece, [V]; 0 for tokens of which nothing is here."""
     from coupled_adam.optim.kernels import blocks
 
     assert matrix.row_exp_avg_sq is not None
@@ -212,15 +217,15 @@ def sum_rows(matrix: CoupledMatrix) -> Tensor:
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
-    """Update the segments, and add up their sums, [2 columns + 1]."""
+    """Update the segments with the weights [V] of the rows; add up their sums, [2 H + 1]."""
     assert weights is not None
-    width = len(matrix.exp_avg_sq)
+    width = len(matrix.exp_avg_sq)  # H
     total = torch.zeros(2 * width + 1, dtype=_wide(matrix), device=matrix.param.device)
     for segment in split(matrix):
-        part, features = segment.matrix, segment.features
-        sums = part.kernel.lean(part, weights[segment.tokens], _of_segment(scalars, segment))
+        own, features = segment.matrix, segment.features
+        sums = own.kernel.lean(own, weights[segment.tokens], _scalars_of(segment, scalars))
         assert sums is not None
-        updates, squares, count = sums.split([len(part.exp_avg_sq)] * 2 + [1])
+        updates, squares, count = sums.split([len(own.exp_avg_sq)] * 2 + [1])
         total[:width][features] += updates
         total[width:-1][features] += squares
         if features.start == 0:  # so that a row that is cut counts once
@@ -229,10 +234,11 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 
 
 def _wide(matrix: CoupledMatrix) -> torch.dtype:
+    # That in which Reduction adds up: float64 where the C kernels sum, which sum in float64.
     return torch.float64 if matrix.param.is_cpu else torch.float32
 
 
-def _of_segment(scalars: Scalars, segment: Segment) -> Scalars:
+def _scalars_of(segment: Segment, scalars: Scalars) -> Scalars:
     """The scalars of a segment, whose rounding noise begins at its first element."""
     if scalars.noise is None:
         return scalars

@@ -52,6 +52,7 @@ class Kernel(Protocol):
         """
 
 
+# All entries of a state but the step; CoupledMatrix.of takes them apart in this order.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
 
 
@@ -89,8 +90,8 @@ class CoupledMatrix:
     """
 
     group: dict[str, Any]
-    parameter: Tensor
-    step: Tensor
+    parameter: Tensor  # [V, H] or [H, V]
+    step: Tensor  # []
     vocab_size: int
     hidden_size: int
     param: Tensor  # [rows, columns]
@@ -126,7 +127,7 @@ class CoupledMatrix:
         no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
         param, shape, grad = parameter, parameter.shape, parameter.grad
         moments = [state.get(name) for name in _MOMENTS]
-        row_ranks: Ranks = ()
+        row_ranks: Ranks = ()  # none: this rank has all rows, as of a plain tensor
         column_ranks: Ranks = ()
         # 1. This rank's parts
         if type(parameter) not in PLAIN and sharded.is_dtensor(parameter):
@@ -138,11 +139,11 @@ class CoupledMatrix:
             moments = [None if x is None else sharded.to_local(x) for x in moments]
             row_ranks = sharded.ranks_over(parameter, vocab_dim)
             column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
-        if grad is None:
+        if grad is None:  # another rank may have one, and waits for this rank's sums
             grad = torch.zeros_like(param)
         # 2. With tokens as rows
         exp_avg, exp_avg_sq, max_exp_avg_sq, row_exp_avg_sq, mean_update = moments
-        assert exp_avg_sq is not None
+        assert exp_avg_sq is not None  # fit_state has made it
         is_flat = len(shape) != 2
         if vocab_dim == 1 and not is_flat:
             param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
@@ -238,6 +239,7 @@ def as_python_number(value: float | Tensor, no_host_reads: bool) -> float | Tens
     """
     if not isinstance(value, Tensor):
         return value
+    # Of no dimensions, so that it broadcasts: torch takes rates of shape [1], too.
     return value.item() if value.is_cpu and not no_host_reads else value.reshape(())
 
 

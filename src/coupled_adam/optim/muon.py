@@ -104,6 +104,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
+        # 1. The options
         options: dict[str, Any] = {
             "momentum": momentum,
             "nesterov": nesterov,
@@ -113,8 +114,9 @@ class MuonWithCoupledAdam(CoupledAdamW):
         }
         _check_newton_schulz(**options)
         self._adam_lr = lr if adam_lr is None else adam_lr
-        of_adam: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        of_adam |= {"lr": self._adam_lr, "fused": fused}
+        adam_options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        adam_options |= {"lr": self._adam_lr, "fused": fused}
+        # 2. All groups as CoupledAdamW's, and what Muon cannot have
         others: set[Tensor] = set()
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
@@ -122,7 +124,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
             # Hidden matrices have the optimizer's weight decay, and all others one of their own.
             others = {p for group in made if "weight_decay" in group for p in group["params"]}
             names = dict(params.named_parameters(remove_duplicate=False))
-            super().__init__(made, **of_adam)
+            super().__init__(made, **adam_options)
         else:
             if groups:
                 raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
@@ -131,25 +133,27 @@ class MuonWithCoupledAdam(CoupledAdamW):
                     "MuonWithCoupledAdam needs the model instead of parameters, or vocab_size= "
                     "with the number of rows of the embedding matrices, which are not for Muon"
                 )
-            super().__init__(params, embeddings=embeddings, vocab_size=vocab_size, **of_adam)
+            super().__init__(params, embeddings=embeddings, vocab_size=vocab_size, **adam_options)
             names = dict(pair for group in self.param_groups for pair in named_parameters(group))
         others |= resolve(names, adamw, "adamw")
 
         def is_for_muon(name: str, p: Tensor) -> bool:
             return p.dim() == 2 and not is_vector(name, p) and p not in others
 
+        # 3. Muon's part of each group in a group of its own, before the rest
         split_groups = []
         for group in self.param_groups:
-            parts = {False: group} if group["coupled"] else split(group, is_for_muon)
-            if part := parts.get(True):
-                rate = lr if part["lr"] == self._adam_lr else part["lr"] * lr / self._adam_lr
+            by_muon = {False: group} if group["coupled"] else split(group, is_for_muon)
+            if hidden := by_muon.get(True):
+                # Exactly lr where no other rate was asked for: x * lr / x may be another number.
+                rate = lr if hidden["lr"] == self._adam_lr else hidden["lr"] * lr / self._adam_lr
                 # Its constructor checks the options, and knows which there are.
-                (of_muon,) = torch.optim.Muon(
-                    part["params"], rate, part["weight_decay"], eps=ns_eps, **options
+                (muon_options,) = torch.optim.Muon(
+                    hidden["params"], rate, hidden["weight_decay"], eps=ns_eps, **options
                 ).param_groups
-                split_groups.append({**part, **of_muon})
-            if part := parts.get(False):
-                split_groups.append(part)
+                split_groups.append({**hidden, **muon_options})
+            if rest := by_muon.get(False):
+                split_groups.append(rest)
         if not any(map(_is_muons, split_groups)):
             raise ValueError(f"there is no matrix for Muon beside the embeddings and {adamw=}")
         self.param_groups = split_groups
@@ -163,6 +167,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group that is updated as by :class:`CoupledAdamW`, not by Muon."""
+        # A new group takes the default rate, or a multiple of it, and that is Muon's.
         lr, self.defaults["lr"] = self.defaults["lr"], self._adam_lr
         try:
             super().add_param_group(param_group)
@@ -179,6 +184,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
+        # The momentum goes in the place of Adam's first moment; the second moments stay empty.
         if not _is_muons(group):
             return super()._init_group(
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
@@ -241,6 +247,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
 
 
 def _is_muons(group: Group) -> bool:
+    # By an option, since groups are copied, saved and loaded, but keep their options.
     return "ns_steps" in group
 
 

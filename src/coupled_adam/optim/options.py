@@ -52,6 +52,8 @@ def _are_betas(value: Any) -> bool:
     return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in value)
 
 
+# What each option must be. Arguments of param_groups and of MuonWithCoupledAdam are among them, so
+# that they are checked, and refused, in the same way.
 _RATE = (_is_rate, "a number from 0 on, or a tensor with one element")
 _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": _RATE,
@@ -88,6 +90,7 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
         if name not in options or is_valid(options[name]):
             continue
         value = options[name]
+        # Betas may hold text, too.
         values = value if isinstance(value, tuple | list) else [value]
         if any(isinstance(x, str) for x in values):
             meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
@@ -104,6 +107,7 @@ def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if an option is out of range, or if there are both a factor and a rate.
     """
+    # 1. The rate; checked here, since the factor is no option of the group afterwards
     if "lr_factor" in group:
         factor = group["lr_factor"]
         if group.get("lr") is not None or not _positive(factor):
@@ -113,9 +117,11 @@ def complete(group: Group, defaults: Mapping[str, Any]) -> None:
             )
         del group["lr_factor"]
         group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
+    # 2. All that is missing
     for name, value in defaults.items():
         group.setdefault(name, value)
     check_options(group)
+    # 3. Whether momentum begins later; a group that is loaded may say so of other betas
     group.pop("initial_beta1", None)
     if group["coupled"] and not has_momentum(group):
         group["initial_beta1"] = 0.0
@@ -149,6 +155,7 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
         # The value of a tensor is not asked for, since it may be on an accelerator.
         if factor == 1 or isinstance(lr, Tensor) or lr == 0:
             continue
+        # A schedule that knows the groups keeps their ratio, and so gives the others another rate.
         others = [other["lr"] for other in groups if not other["coupled"]]
         if others and all(not isinstance(x, Tensor) and x == lr for x in others):
             warn(

@@ -34,6 +34,7 @@ is short for its model needs another rate: ``embeddings=LEAN | {"lr_factor": 4}`
 """
 
 _NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
+# What embeddings= may set. Not coupled and vocab_dim, which the search for the matrices sets.
 _OPTIONS = {"lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
 _OPTIONS |= {"row_exponent", "zero_sum", "stochastic_rounding"}
 
@@ -44,6 +45,7 @@ class ParamGroups(list[Group]):
     def __repr__(self) -> str:
         lines = []
         for group in self:
+            # vocab_dim is 0 nearly always, and shown where it is 1
             left_out = ("params", "param_names", "vocab_dim" if not group.get("vocab_dim") else "")
             shown = ", ".join(
                 f"{key}={value}"
@@ -122,6 +124,7 @@ def param_groups(
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
+    # 1. The options, checked before the model is searched
     options = embedding_options(embeddings)
     given = {
         "head_lr": head_lr,
@@ -129,9 +132,11 @@ def param_groups(
         "embedding_weight_decay": embedding_weight_decay,
     }
     check_options({name: value for name, value in given.items() if value is not None})
+    # With embeddings={"weight_decay": ...}, coupled matrices may differ from other embeddings.
     coupled_decay = options.pop("weight_decay", embedding_weight_decay)
     if "lr_factor" in options:
         options.setdefault("lr", None)  # an error in an optimizer that does not know lr_factor
+    # 2. The embeddings of the model, and whether any of them can be coupled
     coupled, all_embeddings = find_embeddings(
         model, couple=couple, tables=tables, vocab_size=vocab_size
     )
@@ -148,29 +153,33 @@ def param_groups(
             f"head_lr={head_lr}, but no output embedding of its own was found or named: pass "
             "embeddings= with lr or lr_factor instead"
         )
+    # With all their names, as exclude= may have any name of a tied parameter.
     left_out = resolve(dict(model.named_parameters(remove_duplicate=False)), exclude, "exclude")
+    # 3. A group for the parameters of each kind, those that have all options in common
     groups: dict[tuple[Any, ...], Group] = {}
     for name, p in model.named_parameters():
         if p in left_out or not p.requires_grad:
             continue
-        m = embedding_of.get(p)
-        is_hidden = m is None and not is_vector(name, p)
-        group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
-        if m is None:
+        embedding = embedding_of.get(p)
+        is_coupled = embedding in coupled
+        is_hidden = embedding is None and not is_vector(name, p)
+        group: Group = {"params": [], "param_names": [], "coupled": is_coupled}
+        if embedding is None:
             decay = weight_decay if is_hidden else 0.0
-        elif m in coupled:
+        elif is_coupled:
             decay = coupled_decay
-            group |= {**options, "vocab_dim": m.vocab_dim}
+            group |= {**options, "vocab_dim": embedding.vocab_dim}
         else:
             decay = embedding_weight_decay
-        has_head_lr = head_lr is not None and m is not None and m.is_head
+        has_head_lr = head_lr is not None and embedding is not None and embedding.is_head
         if has_head_lr:
             group.pop("lr_factor", None)
             group["lr"] = head_lr
-        if decay is not None:
+        if decay is not None:  # None leaves it to the optimizer, and so sets nothing
             group["weight_decay"] = decay
-        # The first group's learning rate is the one that frameworks log: the optimizer's own.
-        key = (m in coupled, has_head_lr, group.get("vocab_dim", 0), not is_hidden, decay or 0.0)
+        # In the order of the groups: coupled ones last, and hidden matrices first, since the rate
+        # that frameworks log is the first group's, which should be the optimizer's own.
+        key = (is_coupled, has_head_lr, group.get("vocab_dim", 0), not is_hidden, decay or 0.0)
         group = groups.setdefault(key, group)
         group["params"].append(p)
         group["param_names"].append(name)
@@ -212,19 +221,20 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
 def named_parameters(group: Group) -> list[tuple[str, Tensor]]:
     """The parameters of a group by their names, or by their numbers if they have none."""
     params = group["params"]
-    return [*zip(group.get("param_names", [f"parameter {i}" for i in range(len(params))]), params)]
+    numbered = [f"parameter {i}" for i in range(len(params))]
+    return [*zip(group.get("param_names", numbered), params)]
 
 
 def split(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any, Group]:
     """A group for each kind of a group's parameters, with otherwise equal options."""
-    parts: dict[Any, Group] = {}
+    subgroups: dict[Any, Group] = {}
     for name, p in named_parameters(group):
-        lists: Group = {key: [] for key in ("params", "param_names") if key in group}
-        part = parts.setdefault(kind_of(name, p), {**group, **lists})
-        part["params"].append(p)
-        if "param_names" in group:
-            part["param_names"].append(name)
-    return parts
+        empty: Group = {key: [] for key in ("params", "param_names") if key in group}
+        subgroup = subgroups.setdefault(kind_of(name, p), {**group, **empty})
+        subgroup["params"].append(p)
+        if "param_names" in group:  # torch has names in all groups, or in none
+            subgroup["param_names"].append(name)
+    return subgroups
 
 
 def couple_by_size(
@@ -245,14 +255,16 @@ def couple_by_size(
     Raises:
         ValueError: as :func:`matrices_of_size`.
     """
+    # Over all groups at once, as a head may be in another group than its table.
     vocab_dims = matrices_of_size(itertools.chain(*map(named_parameters, groups)), vocab_size)
     result = []
     for group in groups:
-        parts = split(group, lambda _, p: vocab_dims.get(p, -1))
-        for dim, part in sorted(parts.items()):
+        by_vocab_dim = split(group, lambda _, p: vocab_dims.get(p, -1))  # -1: stays uncoupled
+        for dim, subgroup in sorted(by_vocab_dim.items()):
             if dim >= 0:
-                del part["lr"]
-                part |= {**options, "coupled": True, "vocab_dim": dim}
-                complete(part, group)
-            result.append(part)
+                # Without a rate, so that complete() takes options' lr, or lr_factor times group's.
+                del subgroup["lr"]
+                subgroup |= {**options, "coupled": True, "vocab_dim": dim}
+                complete(subgroup, group)
+            result.append(subgroup)
     return result

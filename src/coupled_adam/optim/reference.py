@@ -99,6 +99,7 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
     nothing = count == 0  # the step was skipped, or no token has had a gradient
     count = count.clamp(min=1)
     nu, d = matrix.exp_avg_sq, matrix.mean_update
+    # A select, not a branch, which would make the host wait for the count.
     nu.copy_(torch.where(nothing, nu, _averaged(nu, squares / count, matrix.beta2)))
     if d is not None:
         if isinstance(matrix.lr, Tensor):
@@ -128,7 +129,7 @@ def row_weights(
     """Update r_i from the sums of (factor g)^2 over all columns, [rows]; return w_i, [rows]."""
     r, exponent = matrix.row_exp_avg_sq, matrix.group["row_exponent"] / 2
     assert r is not None
-    new = _averaged(r, row_squares / matrix.hidden_size, matrix.beta2)
+    new = _averaged(r, row_squares / matrix.hidden_size, matrix.beta2)  # [rows]
     r.copy_(new)
     rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _seen(matrix.beta2, scalars.t)
     # The inner `where` keeps the gradient of a differentiable step finite.

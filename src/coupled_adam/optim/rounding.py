@@ -65,11 +65,12 @@ def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor, index: int)
 def round_(target: Tensor, values: Tensor, noise: Noise) -> None:
     """Round ``values`` [rows, columns], float32, stochastically into the bfloat16 ``target``."""
     rows, columns = values.shape
-    row = torch.arange(rows, device=values.device) + noise.row
-    column = torch.arange(columns, device=values.device) + noise.column
+    row = torch.arange(rows, device=values.device) + noise.row  # [rows]
+    column = torch.arange(columns, device=values.device) + noise.column  # [columns]
+    # A key for each row first, so that the hash of an element takes one more call of mix.
     keys = mix(mix(row) ^ noise.key)
     assert isinstance(keys, Tensor)
-    random = mix(keys[:, None] ^ column)
+    random = mix(keys[:, None] ^ column)  # [rows, columns]
     assert isinstance(random, Tensor)
     # A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries
     # into the upper half with a probability equal to the fraction that rounding down would cut off.

@@ -80,6 +80,8 @@ class Reduction:
 
     def __init__(self, vectors: Sequence[tuple[Tensor, Ranks]]) -> None:
         self._results = [vector for vector, _ in vectors]
+        # By device as well, as vectors are concatenated; the order is that of the optimizer's
+        # groups, which is the same on all ranks, as collectives need it.
         groups: dict[Any, list[int]] = {}
         for i, (vector, ranks) in enumerate(vectors):
             if ranks:
@@ -102,7 +104,7 @@ class Reduction:
             sizes = [len(vector) for vector in vectors]
             for i, vector, added in zip(members, vectors, total.split(sizes)):
                 self._results[i] = added.to(vector)
-        self._groups = []
+        self._groups = []  # so that a second call returns the same
         return self._results
 
 
@@ -188,7 +190,7 @@ def moment_placements(p: Tensor, dim: int) -> list[Any]:
     for placement in p.placements:  # type: ignore[attr-defined]
         if not shards(placement, 1 - dim):
             result.append(Replicate())
-        elif hasattr(placement, "split_factor"):
+        elif hasattr(placement, "split_factor"):  # strided, as in FSDP2 with tensor parallelism
             result.append(type(placement)(0, split_factor=placement.split_factor))
         else:
             result.append(Shard(0))

@@ -140,12 +140,14 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
     return betas, _decisive(group), *layouts
 
 
+# The options on which those checks and that choice depend; an itemgetter, as it is in every step.
 _decisive = operator.itemgetter(
     "row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable"
 )
 
 
 def _check_matrix(group: Group, index: int) -> None:
+    """Raise ValueError for a parameter that is no matrix, nor holds pieces of some."""
     p = group["params"][index]
     if (shards := flat.shards_of(group).get(p)) is not None:
         for shard in shards:
@@ -155,6 +157,7 @@ def _check_matrix(group: Group, index: int) -> None:
                     "parameter with one dimension, and in a matrix [V, H]"
                 )
         return
+    # Of a DTensor with partial placements no rank has the values, only a summand of them.
     is_partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
     is_supported = p.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     if p.dim() == 2 and p.numel() > 0 and is_supported and not is_partial:
@@ -209,6 +212,7 @@ def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
     """The shape of an entry for ``p``, or for all matrices of which ``p`` holds pieces."""
     if dim is None:
         return p.shape
+    # Of several matrices in one flat parameter, the vectors are one behind the other.
     return torch.Size([sum(shape[1 - dim] for shape in flat.shapes(group, p))])
 
 
@@ -238,6 +242,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         for name, dim in dims.items():
             if name in state:
                 _check_entry(group, index, name, state[name], dim)
+        # Missing, or too many. Only exp_avg may be: a schedule of betas begins and ends momentum.
         unfit = {*dims} ^ (state.keys() & MOMENTS)
         if unfit - {"exp_avg"}:
             raise RuntimeError(
@@ -262,6 +267,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
 
 
 def _zero_step(group: Group, p: Tensor) -> Tensor:
+    """The step of a new state, in the dtype and on the device that torch's Adam gives it."""
     if group["fused"]:
         _device_dtype_check_for_fused(p)
     dtype = _get_scalar_dtype(is_fused=group["fused"])
@@ -307,6 +313,7 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
+    # Not for DTensors: to count their rows is a collective, and a rank may have no gradient.
     if type(grad) is not Tensor or grad.is_meta or grad.dim() != 2 or is_lean(group):
         return
     rows = p.shape[group["vocab_dim"]]

@@ -26,6 +26,7 @@ class Pending:
     """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
 
     def __init__(self) -> None:
+        # Pairs as `add` takes them, their sums, and whether a CUDA graph was captured meanwhile.
         self._sums: list[tuple[list[tuple[CoupledMatrix, CoupledMatrix]], Reduction, bool]] = []
 
     def add(
@@ -56,7 +57,7 @@ class Pending:
                     "a CUDA graph is captured while ranks add up the sums of LEAN's last step: "
                     "set capturable=True before that step, or call state_dict() before the capture"
                 )
-            self._sums.pop()
+            self._sums.pop()  # only now: after the error above the sums are still to be finished
             for (matrix, updated), total in zip(matrices, reduction.result()):
                 if _is_stepping(matrix, total):
                     _take_over(matrix, updated)
@@ -98,6 +99,8 @@ def update_coupled(
     for matrix in matrices:
         if not (matrix.has_gradient or matrix.row_ranks):
             continue
+        # The kernel may update exp_avg in this pass if nothing can follow that changes the gradient
+        # (a penalty came after unscaling) or that skips the step.
         is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
         is_certain = found_inf is None and matrix.has_gradient
         sums = matrix.kernel.sum_squares(matrix, is_certain and not is_scaled)
@@ -162,7 +165,7 @@ def _sum_rows(
 
     A matrix then has a gradient if any rank has one.
     """
-    vectors = []
+    vectors = []  # [rows + 2] each: the rows' sums, nu's sum, and of how many columns that is
     for matrix in matrices:
         rows = _squares_of_rows(matrix)
         # Of a flattened matrix each rank has all of nu, which does not change the mean.
@@ -171,6 +174,7 @@ def _sum_rows(
     whole_rows = {}
     for matrix, total in zip(matrices, _add_up(vectors).result()):
         matrix.has_gradient = _is_stepping(matrix, total)
+        # The last number, which _add_up has appended, counts the ranks with a gradient.
         whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
     return whole_rows
 
@@ -244,6 +248,7 @@ def _advance(
         elif found_inf.item():
             return None
     t = _count(matrix, skip)
+    # With a penalty, the gradient has been scaled, and weight decay is part of it.
     scale: float | Tensor = 1.0
     decay: float | Tensor = 1.0
     if not matrix.has_penalty:

@@ -46,14 +46,16 @@ class Arm:
     lr: the learning rate of all parameters; null means the training's.
     """
 
-    name: ClassVar[str]
-    optimizer: str
+    name: ClassVar[str]  # in labels
+    optimizer: str  # in a recipe; each class narrows it to its own
     lr_factor: Positive = 1.0
     lr: Positive | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
+        # Of default_factory, as of rule_options, the default is a mark that equals no value; these
+        # count as given.
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {field.name: x for field, x in values.items() if x != field.default}
 
@@ -179,6 +181,7 @@ class SGDArm(Arm):
 
     def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
+        # The paper's arm, which has a name of its own; the rule is one of the table rules.
         rule = TableRuleArm(rule="sgd", lr_factor=self.lr_factor, lr=self.lr)
         return rule.build_optimizer(model, training)
 
@@ -199,6 +202,7 @@ class TableRuleArm(_ArmWithBetas):
 
     def __post_init__(self) -> None:
         """Raise UsageError for a rule, or an option of it, that does not exist."""
+        # Here, since it imports torch: only recipes with such an arm take the time.
         from coupled_adam.lab.table_rules import RULES
 
         require(self.rule in RULES, f"rule={self.rule}: {did_you_mean(self.rule, RULES)}")
@@ -262,6 +266,7 @@ class MuonArm(Arm):
         names = ("lr_factor", "row_exponent", "zero_sum")
         decay = training.weight_decay
         positions = _positions(model, decay if training.decay_positions else 0.0)
+        # Positions are added below as a group of AdamW's, with or without the weight decay.
         optimizer = MuonWithCoupledAdam(
             model,
             self.rate(training),
@@ -303,23 +308,24 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             "{optimizer: lean, lr_factor: 4}",
         )
         # Lists of values are arms for all their combinations.
-        lists = {key: values for key, values in options.items() if isinstance(values, list)}
-        for key, values in lists.items():
-            require(values, f"arms.{name}.{key}=[] must have at least one value")
+        lists = {key: choices for key, choices in options.items() if isinstance(choices, list)}
+        for key, choices in lists.items():
+            require(choices, f"arms.{name}.{key}=[] must have at least one value")
+        # Before they are made: a mistyped list could fill the memory.
         count = math.prod(map(len, lists.values()))
         require(count <= 1000, f"arms.{name} has lists for {count:,} arms: at most 1,000 can be")
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
-            copy = f"{name}-{number}" if lists else name
-            require(copy not in arms, f"arms: two would be called {copy}: rename one of them")
-            # The class is known by the optimizer, and checks the options.
-            single = {**options, **dict(zip(lists, combination))}
-            optimizer = single.get("optimizer")
+            arm = f"{name}-{number}" if lists else name
+            require(arm not in arms, f"arms: two would be called {arm}: rename one of them")
+            # The optimizer, which may be in a list, too, tells the class, which checks the options.
+            values = {**options, **dict(zip(lists, combination))}
+            optimizer = values.get("optimizer")
             require(
                 str(optimizer) in ARMS,
                 f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}",
             )
             with prefixed_usage_error(f"arms.{name}: ", UsageError):
-                arms[copy] = checked(ARMS[str(optimizer)], single)
+                arms[arm] = checked(ARMS[str(optimizer)], values)
     return arms
 
 
@@ -347,6 +353,7 @@ def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
 
     from coupled_adam import embedding_parameters
 
+    # By what is left over: architectures have other names for their positions.
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {*embedding_parameters(model).values()}
     named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}

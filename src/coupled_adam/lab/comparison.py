@@ -99,7 +99,7 @@ def compare(
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
 
-    def check() -> Recipe:
+    def check() -> Recipe:  # called once more when the folder is locked
         if resume:
             return extended(recipe, out)
         check_unused(out)
@@ -111,9 +111,12 @@ def compare(
         # The group ends after the training: rank 0 evaluates alone, and nobody waits in it.
         with process_group(execution.device):
             comparison = on_rank_zero(lambda: claims.enter_context(claimed(out, check)))
+            # All ranks prepare it: on several nodes each has a disk of its own.
             corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
             text = yaml.safe_dump(comparison.to_dict(), sort_keys=False)
             on_rank_zero(lambda: write_atomically(out / COMPARISON, text))
+            # Seed by seed: what an interrupted comparison has can be compared in pairs. The folder
+            # may have more runs than this recipe.
             runs = [
                 Run(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds

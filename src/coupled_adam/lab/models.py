@@ -66,7 +66,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "intermediate_size": options.intermediate_size or 4 * options.n_embd,
         "num_key_value_heads": options.n_head,
         "head_dim": options.n_embd // options.n_head,
-        "pad_token_id": None,
+        "pad_token_id": None,  # its row would not be trained
         **{key: 0.0 for key in usual if key.endswith(("dropout", "pdrop"))},
     }
     # Values that all have, if by other names, which transformers translates.
@@ -77,7 +77,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "num_attention_heads": options.n_head,
         "max_position_embeddings": options.n_positions or recipe.training.sequence_length,
         "tie_word_embeddings": options.tied,
-        "bos_token_id": None,
+        "bos_token_id": None,  # training sets the two to the corpus's
         "eos_token_id": None,
     }
     values = {key: value for key, value in values.items() if key in usual} | own
@@ -121,6 +121,7 @@ def _check_config(
 
 def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:
     """N: the trained parameters of the model that is built, of which no weights are made."""
+    # Counted, since no formula knows all architectures.
     with torch.device("meta"):
         return count_parameters(build(recipe))
 

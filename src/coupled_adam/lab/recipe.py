@@ -27,7 +27,7 @@ from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 _LARGEST = 100_000  # values in a recipe
-# Both name folders.
+# Both name folders. An arm has no dot, which separates the keys of --arms.NAME.lr.
 _Name = Annotated[str, Field(pattern=r"^\w[\w.+-]{0,49}$")]
 _ArmName = Annotated[str, Field(pattern=r"^\w[\w+-]{0,49}$")]
 
@@ -111,6 +111,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists, dicts and numbers, as in the YAML file."""
         data = dataclasses.asdict(self)
+        # A list, as YAML reads it: the dicts of recipes are compared with those in files.
         data["training"]["betas"] = list(self.training.betas)
         if self.variant is None:  # as in the files of runs from before there was this key
             del data["variant"]
@@ -144,7 +145,7 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     changed = copy.deepcopy(dict(plain))
     for key, value in values.items():
         *places, last = key.split(".")
-        targets = [changed]
+        targets = [changed]  # the dicts in which the last key is set: several below arms.*
         for place in places:
             names = [place]
             if "*" in place:
@@ -159,6 +160,7 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
                 all(isinstance(target, dict) for target in targets),
                 f"{key}: {place} has no keys of its own",
             )
+        # The last key may be new, such as an option of an arm; recipe_from() checks it.
         for target in targets:
             target[last] = value
     return changed

@@ -30,7 +30,9 @@ from coupled_adam.runs import (
     by_step,
 )
 
-# What the files of a run must hold for those who read them.
+# What the files of a run must hold for those who read them, which pydantic checks: a report may be
+# made of another person's runs, and a message about a damaged file should name it. Further keys may
+# be there, as of a newer version.
 _Spectrum = Annotated[list[Finite], Field(min_length=1)]
 _Measures = dict[str, Finite | _Spectrum | None]
 
@@ -91,6 +93,7 @@ class _Logged(TypedDict):
 
 _EVALUATION = TypeAdapter(_Evaluation)
 _ENVIRONMENT = TypeAdapter(_Environment)
+# Each entry is of both kinds: a whole step, and nothing but numbers.
 _STEPS, _NUMBERS = TypeAdapter(list[_Logged]), TypeAdapter(list[dict[str, float]])
 
 
@@ -116,12 +119,14 @@ class Run:
     def label(self) -> str:
         """The arm in tables and pictures: its optimizer and options, after a name of its own."""
         label = self.setup.label
+        # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
         return label if self.family == self.setup.optimizer else f"{self.arm}: {label}"
 
     @property
     def family(self) -> str:
         """What numbered arms have in common: their optimizer, or a name of their own."""
         named_after = self.setup.optimizer, self.setup.label.partition(",")[0].lower()
+        # As arms_from() numbers the arms of a sweep.
         own = re.sub(r"-\d+$", "", self.arm)
         return self.setup.optimizer if self.arm.lower().startswith(named_after) else own
 
@@ -165,6 +170,7 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         """The mean speed of training, without evaluations and checkpoints; NaN if not logged."""
+        # The harmonic mean, as each is of equally many tokens: all tokens by the whole time.
         speeds = [speed for speed in self.curve("tokens_per_second")[1] if speed > 0]
         return len(speeds) / math.fsum(1 / speed for speed in speeds) if speeds else math.nan
 
@@ -176,7 +182,7 @@ class Run:
 
     def embeddings(self) -> NDArray[np.float64]:
         """The output embeddings [V, H] of the run's model."""
-        # The input embeddings of an untied model come first.
+        # The input embeddings of an untied model come first, and are not what is reported.
         path = self.folder / MODEL / "model.safetensors"
         with prefixed_usage_error("", ValueError):
             matrix = load_embeddings(path)[-1].matrix
@@ -187,7 +193,7 @@ class Run:
             f"{path} is damaged, or another run's: its embeddings are not finite, or not those of "
             f"{size} tokens",
         )
-        return embeddings[:size]
+        return embeddings[:size]  # a variant may have tokens of its own behind those of the text
 
     def counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training text, [V]."""
@@ -219,7 +225,7 @@ class Run:
                 is_whole and values.min() >= 0 < values.sum(),
                 f"it does not hold a number for each of {size} tokens",
             )
-        return values[:size]  # a variant may have tokens of its own behind those of the text
+        return values[:size]  # as of the embeddings
 
 
 def read_run(folder: Path) -> Run:
@@ -249,7 +255,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
     """The entries of a log, each of which has a ``step``; none if there is no file."""
 
     def parse(text: str) -> list[dict[str, float]]:
-        # The last line is cut off if the process was killed while it wrote it.
+        # Whole lines only: the last one is cut off if the process was killed while it wrote it.
         entries = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
         _STEPS.validate_python(entries, strict=True)
         _NUMBERS.validate_python(entries, strict=True)

@@ -16,7 +16,7 @@ from coupled_adam.fields import (
     require,
 )
 
-MOST_LAYERS = 1000  # more take too long to build
+MOST_LAYERS = 1000  # more take too long to build, even on the meta device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Model:
             f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
             "width, which rotary positions cannot rotate",
         )
+        # For these two the other keys say all that can be varied, and try_out() leaves them out.
         require(
             not self.config or self.architecture not in ("gpt2", "stablelm"),
             f"model.config={self.config} is not for {self.architecture}, which the other keys of "
@@ -109,6 +110,7 @@ class Data:
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
+        # Without any of them the text is Python's documentation, which is there wherever Python is.
         sources = [name for name in ("text", "hub", "tokens") if getattr(self, name) is not None]
         require(
             len(sources) <= 1,
@@ -167,6 +169,7 @@ class Training:
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
+        # Of two lengths one would be ignored: a recipe that replaces an inherited one unsets it.
         require(
             (self.steps is None) != (self.tokens is None),
             "give one of training.steps and training.tokens, which is the length of a run, and set "
@@ -177,6 +180,7 @@ class Training:
             f"training.tokens={self.tokens} is less than one batch of "
             f"{self.batch_size} x {self.sequence_length} tokens",
         )
+        # A number like 1.5 may be meant as either.
         require(
             self.warmup < 1 or self.warmup == int(self.warmup),
             f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1",

@@ -52,8 +52,8 @@ def lean(g: Tensor, group: Group, state: State) -> Tensor:
     r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
     nu = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
     before = dict(state)
-    nu_before = nu.clone()
-
+    nu_before = nu.clone()  # nu is updated in place
+    # 1. The rows' weights
     r.lerp_(g.square().mean(1), 1 - beta2)
     active = r > 0
     state["count"] = count = active.sum()
@@ -61,14 +61,15 @@ def lean(g: Tensor, group: Group, state: State) -> Tensor:
     mean_row = before["mean_row"] if delayed else state["mean_row"]
     relative = r / (1 - beta2**t) / mean_row
     w = torch.where(active, relative ** (-group["exponent"] / 2), 0.0)[:, None]  # [V, 1]
+    # 2. The columns' rates. Means are over the rows that have had a gradient; nu is one over all V
     nu.lerp_((w ** group["column_weight"] * g).square().mean(0), 1 - beta2)
-    # Means are over the rows that have had a gradient: nu is one over all of them.
     if delayed:
         column = nu_before * rows / before["count"] / (1 - beta2 ** (t - 1))
     else:
         column = nu * rows / count / (1 - beta2**t)
     step: Tensor = group["lr"] * w * g / (column.sqrt() + group["eps"])
-    state["mean"] = mean = step.sum(0) / count
+    # 3. The mean that is taken back: of this step, or, delayed, of the step before
+    state["mean"] = mean = step.sum(0) / count  # [H]
     if not group["zero_sum"]:
         return step
     if group["delayed"]:
@@ -93,7 +94,7 @@ def adafactor(g: Tensor, group: Group, state: State) -> Tensor:
     decay = state["step"].item() ** -0.8
     r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
     c = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
-    square = g.square() + torch.finfo(g.dtype).eps ** 2
+    square = g.square() + torch.finfo(g.dtype).eps ** 2  # as the paper's eps_1, against 0 / 0
     r.lerp_(square.mean(1), decay)
     c.lerp_(square.mean(0), decay)
     u = g / (torch.outer(r, c) / r.mean()).sqrt()
@@ -111,7 +112,7 @@ def balanced(g: Tensor, group: Group, state: State) -> Tensor:
     m.mul_(beta1).add_(g)
     u = g + beta1 * m if beta1 else m.clone()
     u[u.norm(dim=1) < 1e-3 * u.norm(dim=1).max()] = 0  # rows without a gradient to speak of
-    for k in range(11):
+    for k in range(11):  # rows first, and rows last
         u /= u.norm(dim=1 - k % 2, keepdim=True).clamp(min=1e-12)
     return _zero_sum(group, group["lr"] * 0.18 * u / u.square().mean().sqrt())
 

@@ -46,6 +46,7 @@ class Batches:
         return self.steps
 
     def __iter__(self) -> Iterator[Tensor]:
+        # Blocks share their last token with the next; an epoch leaves out what fills no batch.
         blocks = (len(self.tokens) - 1) // self.length
         per_epoch = blocks // self.batch_size
         share = self.batch_size // self.world_size

@@ -84,6 +84,7 @@ def evaluate_run(
         (folder / MODEL).exists(),
         f"{folder} has no model: its training has not finished; continue it with --resume",
     )
+    # 1. What is there, and what is missing
     done = read_evaluation(folder)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
@@ -91,7 +92,8 @@ def evaluate_run(
     measured = {*(done.get("embeddings") or {}), *done}
     has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
-        return done
+        return done  # without loading the model, or preparing the corpus
+    # 2. What is missing; each is written at once, as the next may take hours
     model, variant = load_trained(run, device)
     if not has_loss:
         tokens = (corpus() if callable(corpus) else corpus).tokens("test")
@@ -103,6 +105,7 @@ def evaluate_run(
         # Of a new model: the one that was loaded does not know which biases were frozen.
         number = parameters(recipe, variant.build_model)
         _record(folder, {"parameters": number, **measures(model, run.counts())})
+    # 3. What is asked for
     tokenizer = functools.partial(load_model_tokenizer, folder / MODEL)
     for scores in _scores(model, tokenizer, sets, downstream):
         _record(folder, scores)
@@ -111,6 +114,7 @@ def evaluate_run(
 
 def _record(folder: Path, results: dict[str, Any]) -> None:
     """Add results to a run's ``evaluation.json``, in which another process may write meanwhile."""
+    # Read again under the lock, so that what the other has added is kept.
     with sole_writer(folder, wait=60):
         content = {**_NOT_ASKED_FOR, **read_evaluation(folder), **results}
         write_atomically(folder / EVALUATION, json.dumps(content, indent=2, allow_nan=False))
@@ -141,6 +145,7 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
+    # 1. What is given, before the weights are loaded
     check_model(source)
     require(
         batches is None or text is not None,
@@ -150,6 +155,7 @@ def evaluate_model(
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
+    # 2. The model, and each part of its evaluation
     model = load_model(source, device, revision)
     require_causal(model, source)
     result: dict[str, Any] = {
@@ -175,8 +181,9 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     Raises:
         UsageError: the embeddings are not finite or all zero, or ``counts`` [V] do not fit them.
     """
-    output = output_embeddings(model).detach()
-    inputs: Any = model.get_input_embeddings().weight
+    output = output_embeddings(model).detach()  # [V, H]
+    inputs: Any = model.get_input_embeddings().weight  # [V, H]
+    # By memory, since a model may share it without saying so in its configuration.
     tied = inputs.data_ptr() == output.data_ptr()
     with prefixed_usage_error(f"{model.name_or_path}: "):
         return {
@@ -205,7 +212,7 @@ def held_out_loss(
         UsageError: the loss is not finite.
     """
     if sequences is not None:
-        tokens = tokens[: sequences * length + 1]
+        tokens = tokens[: sequences * length + 1]  # and the target of the last one
     total, predicted = 0.0, 0
     options: dict[str, Any] = {"unit": "", "unit_scale": True, "leave": False, "delay": 1}
     size = (len(tokens) - 1) // length * length

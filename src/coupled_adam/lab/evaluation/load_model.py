@@ -84,6 +84,7 @@ def load_model(
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{source}: {reason}") from None
+    # transformers only warns of them, and makes them up.
     missing = ", ".join(sorted(report["missing_keys"])[:3])
     require(not missing, f"{source}: weights are missing and would be random: {missing}")
     loaded: PreTrainedModel = model.to(device).eval()
@@ -104,6 +105,7 @@ def load_trained(run: Run, device: str) -> tuple[PreTrainedModel, Variant]:
     variant = load_variant(run.recipe.variant)
     if run.recipe.variant is None:
         return load_model(run.folder / MODEL, device), variant
+    # A variant's own class is in no registry of transformers; built without weights, to ask it.
     with torch.device("meta"):
         cls = type(variant.build_model(run.recipe))
     return load_model(run.folder / MODEL, device, cls=cls), variant

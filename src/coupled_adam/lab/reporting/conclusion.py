@@ -26,6 +26,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
         recipe = f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else ""
         text = " ".join(_sentences(experiment))
         paragraphs.append(recipe + _with_short_names(text, experiment.run))
+    # Those of a copy (the same arm and seed) are neither, and only listed on the page.
     for start, fate in (
         ("diverged", "diverged and cannot be compared."),
         ("not ", "not finished or evaluated yet, and not used."),
@@ -51,6 +52,7 @@ def _label(arm: pd.DataFrame) -> str:
 
 
 def _sentences(experiment: pd.DataFrame) -> list[str]:
+    """What the runs of an experiment show: about the losses, then notes."""
     arms = groups(experiment, "setup")
     baseline = baseline_of(arms)
     notes = []
@@ -67,6 +69,7 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     # With one seed the losses are shown, and how to find out more.
     if experiment.seed.nunique() == 1:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
+        # The whole command if the recipe is in the folder; its end if only the user knows it.
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
         losses = [f"{arm.test_loss.mean():.3f} ({_label(arm)})" for arm in (baseline, *rivals)]
@@ -88,6 +91,8 @@ def _best_of_each(experiment: pd.DataFrame) -> list[pd.DataFrame]:
     a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
     """
     arms = experiment.groupby(["family", "setup"], sort=False).valid_loss.agg(["count", "mean"])
+    # Among all arms of the experiment, so that each comparison is over the same seeds. Without
+    # any validation loss all are equal, and the first is taken.
     complete = arms[arms["count"] == arms["count"].max()]
     best = complete["mean"].fillna(0).groupby("family", sort=False).idxmin()
     return [experiment[experiment.setup == setup] for _, setup in best]

@@ -122,7 +122,7 @@ def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFram
     """
     runs = experiment[experiment.optimizer == optimizer]
     alone = runs.setup.map(lambda arm: arm.options.keys() <= {option})
-    runs = runs[alone.astype(bool)]
+    runs = runs[alone.astype(bool)]  # map() of no runs has no booleans
     values = np.array([getattr(arm, option) for arm in runs.setup], float)
     x = -np.log2(values) if option == "second_moment_scale" else values
     return runs.assign(x=x).sort_values("x")

@@ -24,15 +24,16 @@ ACCURACY = Measure(
     "accuracy", "accuracy", "Acc", 3, "higher", None, _ACCURACY, column=True, path=_PATH
 )
 
-_OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]
-_OF_EMBEDDINGS += [measure for measure in LOGGED.values() if not measure.column]
+# The measures that have a column in the tables come first.
+_EMBEDDING_MEASURES = [measure for measure in MEASURES.values() if measure.column]
+_EMBEDDING_MEASURES += [measure for measure in LOGGED.values() if not measure.column]
 
 COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
     # In evaluation.json all measures except this one are in the part of the output embeddings.
     measure.key: measure
     if measure.key == "word_similarity"
     else dataclasses.replace(measure, path=("embeddings", *measure.path))
-    for measure in _OF_EMBEDDINGS
+    for measure in _EMBEDDING_MEASURES
 }
 """What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
 false, which are on the page and in the CSV files only."""
@@ -62,14 +63,17 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     Raises:
         UsageError: a file of a run is damaged, or an experiment has runs of different settings.
     """
+    # 1. The folders of runs
     runs: list[Run] = []
     left_out: dict[Path, str] = {}
     # A run that is found through several of the folders, or through links, counts once.
     configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
+    # The counts are written before the configuration: a run that was killed then, or lost it.
     for path in (path for folder in folders for path in folder.rglob(COUNTS)):
         if not path.with_name(CONFIG).exists():
             left_out[path.parent] = f"it has no {CONFIG}"
     for _, path in sorted(configs.items()):
+        # 2. Which of them are used; only a damaged file of a run is an error
         try:
             run = read_run(path.parent)
         except UsageError:
@@ -82,7 +86,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
             runs.append(run)
     runs.sort(key=_order)
     frame = frame_of(runs)
-    # Counting a run twice would make p too small.
+    # 3. Copies, by the optimizer with all options, whatever the arm's name is. Counting
+    # a run twice would make p too small.
     first = frame.groupby(["experiment", "setup", "seed"], sort=False).run.transform("first")
     for run, counted in zip(frame.run, first):
         if run is not counted:
@@ -95,16 +100,18 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     numbers = [*COLUMNS, *_LOGGED]
     names = ["run", "experiment", "arm", "family", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
+    # With all columns even if there is no run; None becomes NaN, which pandas leaves out of means.
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
     frame = frame.astype(dict.fromkeys(numbers, float))
     frame["is_baseline"] = False
-    for _, own in frame.groupby("experiment"):
-        _check_comparable([*own.run])
-        frame.loc[own.index, "is_baseline"] = own.setup == _baseline(own)
+    for _, experiment in frame.groupby("experiment"):
+        _check_comparable([*experiment.run])
+        frame.loc[experiment.index, "is_baseline"] = experiment.setup == _baseline(experiment)
     return frame
 
 
 def _row(run: Run) -> dict[str, Any]:
+    """A row of the frame, but for what depends on the other runs."""
     return {
         "run": run,
         "experiment": run.recipe.name,
@@ -125,8 +132,9 @@ def _check_comparable(runs: Sequence[Run]) -> None:
     """Raise UsageError for two runs of one recipe name that differ in more than arm and seed."""
 
     def settings(run: Run) -> dict[str, Any]:
-        own = {"arms": None, "seeds": None, "test_tokens": run.evaluation.get("test_tokens")}
-        return {**run.recipe.to_dict(), **own}
+        # A test loss over other tokens is another quantity.
+        tokens = run.evaluation.get("test_tokens")
+        return {**run.recipe.to_dict(), "arms": None, "seeds": None, "test_tokens": tokens}
 
     first, *others = runs
     for run in others:
@@ -145,6 +153,7 @@ def _baseline(experiment: pd.DataFrame) -> Arm | None:
     """
     adamws = experiment[experiment.optimizer == "adamw"]
     arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
+    # Without a validation loss, as of an old log, only if there is no other.
     complete = arms[arms["size"] == arms["size"].max()]["mean"].fillna(math.inf)
     return None if adamws.empty else complete.idxmin()
 
@@ -155,13 +164,14 @@ def _order(run: Run) -> tuple[Any, ...]:
     kind = {"adamw": 0, "coupled_adam": 1}.get(arm.optimizer, 2)
     scale = options.get("second_moment_scale")
     swept = -math.inf if scale is None else -math.log2(scale), options.get("lr_factor", 0.0)
+    # By repr() at last, as arms of several classes have no order of their own.
     size = run.evaluation["parameters"], run.recipe.tokens
     return *size, run.recipe.name, kind, swept, repr(arm), run.seed
 
 
 def groups(frame: pd.DataFrame, column: str) -> list[pd.DataFrame]:
-    """The parts of a frame with equal values in a column, in the order of the frame."""
-    return [part for _, part in frame.groupby(column, sort=False)]
+    """The rows of a frame with equal values in a column, in the order of the frame."""
+    return [rows for _, rows in frame.groupby(column, sort=False)]
 
 
 def baseline_of(arms: Sequence[pd.DataFrame]) -> pd.DataFrame | None:

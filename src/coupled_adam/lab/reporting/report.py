@@ -29,7 +29,8 @@ from coupled_adam.lab.reporting.results import (
 from coupled_adam.outputs import check_unused, claimed
 from coupled_adam.rendering.tables import Table
 
-_WRITTEN = ".files.json"
+_WRITTEN = ".files.json"  # the list of the files that a report has written
+# By these a folder is known as a report where that list is missing.
 _FILES = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
 
 
@@ -86,12 +87,14 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
 
 def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     """Write the report into a folder that is claimed."""
+    # 1. The runs
     frame, left_out = read_runs(folders)
     places = ", ".join(map(str, folders))
     require(
         not frame.empty,
         f"{places}: there is no finished run in it; coupled-adam compare makes some",
     )
+    # 2. What it says; two tables, as a page has space for more columns than a paper
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
     notes, sentences = footnotes(frame, bold), conclusion(frame, left_out)
@@ -110,7 +113,8 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
         "results.json": json.dumps(results, indent=2),
         "index.html": report_page(frame, left_out, sentences, page_table, pictures, out),
     }
-    # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
+    # 3. The files, all of them in memory before the first is replaced. Folder names
+    # and JSON may contain lone surrogates, which UTF-8 cannot encode.
     contents = {name: text.encode(errors="replace") for name, text in files.items()}
     drawing = tqdm([first, *pictures], "drawing the report", disable=None, leave=False)
     for picture in drawing:
@@ -126,6 +130,7 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
     written = read(listed, _names) if listed.exists() else set()
     # Until all is done the list has the old files and the new ones.
     write_atomically(listed, json.dumps(sorted(written | contents.keys()), indent=1))
+    # All are written under other names, and renamed when the last one has been.
     with contextlib.ExitStack() as stack:
         for name, content in contents.items():
             folder = (out / name).parent
@@ -137,12 +142,13 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
         path = out / name
         if path.parent.resolve().is_relative_to(out):
             remove(path)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the folder is not empty
                 path.parent.rmdir()
     write_atomically(listed, json.dumps(sorted(contents), indent=1))
 
 
 def _names(text: str) -> set[str]:
     """The names of pictures in the list of a report's files, which may be another person's."""
+    # Whatever else the list names, it must not make us remove it.
     pictures = (name for name in json.loads(text) if name.endswith((".png", ".svg")))
     return {name for name in pictures if ".." not in name}

@@ -93,6 +93,7 @@ def _metric(
     better, seeds = column.better, by_seed(arm, column)
     values = [*seeds.values()]
 
+    # Unpaired, as in the paper: this test decides what is bold.
     def p(rival: pd.DataFrame) -> float | None:
         return one_sided_t_test(values, [*by_seed(rival, column).values()], better)
 
@@ -184,6 +185,7 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     lines: list[list[Any]] = []
     for row in rows:
         lines.append([row.run.recipe.name, row.run.recipe.tokens, row.parameters, row.run.arm])
+        # n is that of the metric, which not all runs may have.
         for metric in (row.metrics[column.key] for column in columns):
             values = metric.values
             mean = float(np.mean(values)) if values else None
@@ -194,6 +196,7 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
 def runs_csv(frame: pd.DataFrame) -> str:
     """Write a line for each run, in full precision."""
     columns = ["experiment", "arm", "seed", "tokens", "parameters", *COLUMNS]
+    # None, which is an empty field, for what has not been measured.
     values = frame[columns].astype(object).where(frame[columns].notna(), None)
     lines = [[*line, str(run.folder)] for line, run in zip(values.to_numpy().tolist(), frame.run)]
     return csv_text([[*columns, "folder"], *lines])

@@ -40,8 +40,8 @@ class Checkpoints(pl.Callback):
     def __init__(self, run: Path, evaluate_every: int) -> None:
         self.folder = run / CHECKPOINTS
         self.evaluate_every = evaluate_every
-        self.has_begun = False
-        self._begins_at = 0
+        self.has_begun = False  # whether the checkpoint, if any, has been loaded
+        self._begins_at = 0  # its step
         self._asked_to_stop = False
 
     def last(self) -> tuple[int, Path | None]:
@@ -55,7 +55,7 @@ class Checkpoints(pl.Callback):
         expected = on_rank_zero(self._expected)
         damaged: list[Path] = []
         for step, path in reversed(on_rank_zero(lambda: by_step(self.folder)).items()):
-            # Those of older versions have no checksums.
+            # The newest first. Those of older versions have no checksums.
             if path.name not in expected or expected[path.name] == _checksums(path):
                 if damaged and rank() == 0:
                     names = ", ".join(map(str, damaged))
@@ -90,6 +90,7 @@ class Checkpoints(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Check that Lightning is where the run stopped, and replace its signal handler."""
+        # A checkpoint that was renamed, or copied from another run, would continue elsewhere.
         if trainer.global_step != self._begins_at:
             raise ValueError(f"it is of step {trainer.global_step}")
         self.has_begun = True
@@ -97,6 +98,7 @@ class Checkpoints(pl.Callback):
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: Any) -> None:
+        # Nothing else: a signal may come in the middle of a collective, or of a file.
         self._asked_to_stop = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -124,7 +126,7 @@ class Checkpoints(pl.Callback):
             remove(unfinished)
 
         def finish() -> None:
-            # They come first: a checkpoint that has its name has its checksums.
+            # Checksums come first: a checkpoint that has its name has its checksums.
             kept = {n: c for n, c in self._expected().items() if (self.folder / n).exists()}
             content = json.dumps({**kept, path.name: checksums}, indent=1)
             write_atomically(self.folder / CHECKSUMS, content)
@@ -186,5 +188,6 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
     is_folder = checkpoint.is_dir()
     files = on_rank_zero(lambda: sorted(checkpoint.iterdir()) if is_folder else [checkpoint])
     own = files[rank() :: world_size()]
-    parts = on_every_rank(lambda: {p.name if is_folder else "": checksum(p) for p in own})
-    return {name: value for part in parts for name, value in part.items()}
+    # A single file has no name, as it is called `unfinished` when it is written.
+    by_rank = on_every_rank(lambda: {p.name if is_folder else "": checksum(p) for p in own})
+    return {name: value for sums in by_rank for name, value in sums.items()}

@@ -32,6 +32,7 @@ def launcher() -> ClusterEnvironment | None:
         else:
             return None
         size, place = environment.world_size(), environment.global_rank()
+        # Lightning reads these later, where an error would be no UsageError.
         _ = environment.local_rank(), environment.node_rank(), environment.main_port
         if not 0 <= place < size:
             raise ValueError(f"process {place} of {size}")
@@ -70,6 +71,7 @@ def process_group(device: str) -> Iterator[None]:
     # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
+    # NCCL and all_gather_object send from the current GPU, which would be the first for all.
     if device == "cuda":
         torch.cuda.set_device(environment.local_rank())
     try:
@@ -118,6 +120,7 @@ def on_every_rank(function: Callable[[], T]) -> list[T]:
         shared = UsageError(f"process {rank()}: {error}" if rank() else str(error))
     except BaseException as error:  # the others must not wait for this one
         own, shared = error, TrainingError(f"rank {rank()} failed: {error}")
+    # Also after an error, since all others are in this collective, or will be.
     outcomes: list[Any] = [None] * world_size()
     dist.all_gather_object(outcomes, (result, shared))
     if own is not None:

@@ -48,6 +48,7 @@ def _git_commit() -> str | None:
 
 
 def _processor() -> str:
+    # platform.processor() is empty, or only the architecture, on Linux.
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line for line in lines if line.startswith("model name"))

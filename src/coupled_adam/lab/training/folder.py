@@ -35,6 +35,7 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
     """
     folder = run.folder
     locks.enter_context(claimed(folder, lambda: check_folder(run)))
+    # 1. A new run: what it depends on
     if not (folder / CONFIG).exists():
         facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
         files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
@@ -42,7 +43,8 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
         # This comes last: it makes a run of the folder.
         files.write_atomically(folder / CONFIG, yaml.safe_dump(run.config, sort_keys=False))
         return
-    # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
+    # 2. A run that is resumed: whether the text is the same. The fingerprint is that of the text;
+    # the counts tell tokens of another tokenizer.
     started = run.environment.get("corpus", {})
     same_text = all(started.get(key) == corpus.facts[key] for key in ("fingerprint", "tokens"))
     require(
@@ -114,6 +116,7 @@ def save_model(
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
     """Save an array of any shape as .npy, completely or not at all."""
+    # Through memory, as np.save would write into the file itself.
     content = io.BytesIO()
     np.save(content, values)
     files.write_atomically(path, content.getvalue())

@@ -19,9 +19,11 @@ LOG_EVERY = 10
 def run_loggers(folder: Path, execution: Execution, last: int) -> list[Logger]:
     """The loggers of a run that resumes after the step ``last``, or starts, after step -1."""
     loggers: list[Logger] = [MetricsFile(folder / METRICS)]
+    # From purge_step on, TensorBoard hides what was logged of steps that are made again.
     if "tensorboard" in execution.logger:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last + 1))
     name = f"{folder.parent.name}/{folder.name}"
+    # The same id lets a resumed run go on in the same run of wandb.
     if "wandb" in execution.logger:
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
     return loggers
@@ -40,6 +42,7 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Append a line."""
+        # Closed after each line, so that none is lost in a buffer if the process is killed.
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 

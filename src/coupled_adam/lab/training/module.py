@@ -62,6 +62,7 @@ class LanguageModel(pl.LightningModule):
         last one, in which the processes exchange their gradients.
         """
         *first, last = batch.split(self.execution.micro_batch_size or len(batch))
+        # Here, as optimizer_zero_grad() below does nothing.
         self.trainer.optimizers[0].zero_grad()
         self.train_loss = torch.zeros((), device=batch.device)
         # Each counts by its share of the batch, since the last one may be smaller.
@@ -115,7 +116,7 @@ class LanguageModel(pl.LightningModule):
         variant, step = self.variant, self.global_step + 1  # counted when this returns
         try:
             super().optimizer_step(*arguments, **options)
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch has no class of its own for it
             if "overflow" not in str(error):
                 raise
             raise self.diverged(f"the update is too large ({error})", step) from None
@@ -126,6 +127,7 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation from zero."""
+        # In float64, which MPS does not have: it is a sum over the whole split.
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         self._valid = torch.zeros(2, dtype=wide, device=self.device)
 
@@ -133,6 +135,7 @@ class LanguageModel(pl.LightningModule):
         """Add the losses of this process's share of a held-out batch."""
         blocks, counted = batch  # [batch, length + 1], and [batch] booleans
         losses = self.variant.sequence_losses(self.model, blocks)
+        # Counted, so that the mean is over sequences, however they are shared among processes.
         self._valid += torch.stack([losses[counted].sum(), counted.sum()])
 
     def mean_valid_loss(self) -> float:

@@ -91,6 +91,7 @@ class RunLog(pl.Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
         model = module.model
+        # A set, as tied embeddings are one matrix.
         tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
         states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
         # Of sharded tensors this is the size on all processes together. Scalars count the steps.
@@ -106,7 +107,7 @@ class RunLog(pl.Callback):
 
     def _save_second_moment(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         """Save AdamW's bias-corrected second moment, averaged over H: a number for each token."""
-        embedding, optimizer = output_embeddings(module.model), trainer.optimizers[0]
+        embedding, optimizer = output_embeddings(module.model), trainer.optimizers[0]  # [V, H]
         moment = optimizer.state.get(embedding, {}).get("exp_avg_sq")
         # SGD has none, and that of Coupled Adam is a vector: AdamW's alone is a matrix.
         if moment is None or moment.shape != embedding.shape:

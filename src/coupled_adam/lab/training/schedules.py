@@ -26,6 +26,7 @@ def lr_scheduler(optimizer: Optimizer, recipe: Recipe) -> Any:
     # transformers has such a schedule, too, but its warmup starts at final_lr instead of zero.
     def warmup_stable_decay(step: int) -> float:
         rising = step / warmup if step < warmup else 1.0
+        # From 0 before the last steps to 1 at the end; the warmup may overlap with them.
         decayed = max(0, step - (steps - decay)) / max(1, decay)
         return min(rising, 1.0 - (1.0 - training.final_lr) * decayed)
 

@@ -91,8 +91,9 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
 
 
 def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoints) -> None:
+    """Train a run whose folder is claimed, and save its model."""
     recipe, variant = run.recipe, load_variant(run.recipe.variant)
-
+    # 1. Where it begins: at a checkpoint, behind which the log is cut, or at the start
     step, last = checkpoints.last()
 
     def begin() -> None:
@@ -101,7 +102,8 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
             record_resumption(run, step)
 
     on_rank_zero(begin)
-    # Directly before the weights are drawn, which then depend on the seed and on nothing before.
+    # 2. Model and batches. The seed is set directly before the weights are drawn,
+    # which then depend on it and on nothing before.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
     if recipe.training.precision == "64-true":
@@ -110,6 +112,7 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
     share = {"rank": rank(), "world_size": world_size()}
     batches = Batches(corpus.tokens("train"), recipe, run.seed, **share)
     held_out = held_out_loader(corpus.tokens("valid"), recipe, **share)
+    # 3. Training
     with warnings.catch_warnings():
         # Batches are read from a memory map, so worker processes would have nothing to do.
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -131,12 +134,13 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
             is_ours = isinstance(
                 error, UsageError | TrainingError | OSError | torch.OutOfMemoryError
             )
+            # Before the first step, what is wrong is what has been loaded.
             if last is None or checkpoints.has_begun or is_ours:
                 raise
             raise UsageError(
                 f"{last} does not fit this run ({one_line(error, 200)}): {ADVICE}"
             ) from None
-
+    # 4. The model; it makes the run a finished one
     if variant.at_the_end is not None:
         variant.at_the_end(model)
     # All ranks gather the weights of a sharded model, and the first saves them.
@@ -149,6 +153,7 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
 
 
 def _trainer(recipe: Recipe, execution: Execution, **options: Any) -> pl.Trainer:
+    """Lightning's trainer, of which only the loop and the strategies are used."""
     strategy: Any = "ddp" if world_size() > 1 else "auto"
     if execution.strategy == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
@@ -186,5 +191,6 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)  # except for what earlier runs have left
+        # Blocks below the thresholds are kept; glibc takes 32-bit numbers.
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             libc.mallopt(parameter, 2**31 - 1)

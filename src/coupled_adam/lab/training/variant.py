@@ -56,6 +56,7 @@ def load_variant(name: str | None) -> Variant:
     """
     if name is None:
         return Variant()
+    # This executes the module. Callers have asked the user, see RunOptions and trusted_run.
     module, _, attribute = name.partition(":")
     try:
         variant = getattr(importlib.import_module(module), attribute)

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 
+# Each name is imported when it is asked for: importing this module costs no more than torch.
 _MODULES = {
     "LEAN": "param_groups",
     "CoupledAdam": "coupled_adam",

@@ -53,6 +53,7 @@ def meanings(cls: type[Any]) -> dict[str, str]:
     """What the docstrings of a dataclass and its bases say of each of its fields, by name."""
     # Entries begin with the names of one or several fields; their further lines are indented:
     # "first, second: what they are, on a line that may go on\n    in the next".
+    # Bases come first, so that a class may explain an inherited field anew; object is left out.
     docs = (inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in cls.__mro__[-2::-1])
     text = re.sub(r"``|:(?:class|func):", "", "\n\n".join(docs))
     entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)

@@ -42,8 +42,11 @@ class Parser(argparse.ArgumentParser):
         if self.epilog == _KEYS:
             from coupled_adam.lab.recipe import Recipe
 
-            parts = sections(Recipe).items()
-            keys = [f"{part}.{field.name}" for part, c in parts for field in dataclasses.fields(c)]
+            keys = [
+                f"{section}.{field.name}"
+                for section, cls in sections(Recipe).items()
+                for field in dataclasses.fields(cls)
+            ]
             names += [key for key in keys if key not in names]
             exact = [key for key in keys if key.partition(".")[2] == name.lstrip("-")]
             if exact:
@@ -61,6 +64,7 @@ def parsed(command: ModuleType, words: Sequence[str]) -> Any:
     try:
         return checked(command.Options, values, shown=_typed)
     except UsageError as error:
+        # A list with commas, as in --seeds 1,2,3, is one word that is no number.
         if listed := re.match(r"(--\S+) ([\d.]+(?:,[\d.]+)+): ", str(error)):
             typed = f"{listed[1]} {listed[2].replace(',', ' ')}"
             raise UsageError(f"{error}; separate several by spaces: {typed}") from None
@@ -75,6 +79,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # get_type_hints, as annotations are texts in modules with `from __future__ import annotations`.
     texts, hints = meanings(command.Options), get_type_hints(command.Options)
     fields = {field.name: field for field in dataclasses.fields(command.Options)}
     # A command's own options come first, then those that it shares with others.
@@ -86,6 +91,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
     if "keys" in fields:
         parser.epilog = _KEYS
         for word in dict.fromkeys(word.partition("=")[0] for word in words):
+            # Only those that are given: arms and their options have names that no parser knows.
             if re.match(r"--(model|data|training|arms)\.", word):
                 parser.add_argument(word, dest=word[2:], default=argparse.SUPPRESS)
     named = [str(action.metavar) for action in parser._actions if not action.option_strings]
@@ -120,8 +126,9 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
 
 
 def _help(field: dataclasses.Field[Any], text: str) -> str:
+    """What the help says of an option, with its default if the text does not name it."""
     says_nothing = field.default in (None, False, "", dataclasses.MISSING) or "default" in text
-    text = text.removesuffix(".").replace("%", "%%")
+    text = text.removesuffix(".").replace("%", "%%")  # argparse formats it
     return text if says_nothing else f"{text} (default: {field.default})"
 
 

@@ -47,9 +47,10 @@ def run(options: Options) -> None:
     from coupled_adam.runs import model_source
 
     device = options.usable_device()
-    # A comparison stands for its runs.
+    # All texts before the first is printed, so that an error leaves no half of a result.
     texts = {}
     for name in (folder for place in options.models for folder in _finished_runs(place)):
+        # For messages the run is named; its model is in a folder below it.
         source = model_source(name)
         model = load_model(source, device, options.revision)
         require_causal(model, source)
@@ -78,7 +79,7 @@ def _finished_runs(name: str) -> list[str]:
     from coupled_adam.runs import MODEL, run_name
 
     recipe = stored_recipe(Path(name))
-    if recipe is None:
+    if recipe is None:  # a run, a model, or nothing that can be loaded
         return [name]
     runs = [Path(name) / run_name(arm, recipe.seeds[0]) for arm in recipe.arms]
     finished = [str(run) for run in runs if (run / MODEL).exists()]

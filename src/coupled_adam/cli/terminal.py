@@ -22,9 +22,11 @@ def open_streams() -> None:
 
     Otherwise a file would get their number, and what is printed would be written into it.
     """
+    # The system gives the lowest number that is free; the first above 2 is one too many.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    # Python has found those closed, and set their objects to None.
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
@@ -34,6 +36,7 @@ def open_streams() -> None:
 
 def discard_output() -> None:
     """Send to nothing what is still to be printed, after standard output could not take it."""
+    # Below Python's object, whose buffer Python writes once more when it ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -67,8 +70,10 @@ def show(content: RenderableType) -> None:
     terminal = Console()
     if isinstance(content, str):
         content = Text("\n".join(map(printable, content.split("\n"))))
+    # rich would cut what has a minimum width, such as the numbers of a table, to fit the terminal.
     needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)
+    # Through put(), for a reader that has gone.
     with terminal.capture() as printed:
         terminal.print(content)
     put(printed.get())

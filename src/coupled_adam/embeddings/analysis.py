@@ -251,6 +251,7 @@ def _counts(
     if inputs.tokens:
         with prefixed_usage_error("--tokens ", UsageError):
             ids = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
+        # They may be more than fit into memory.
         pieces = (ids[start : start + 2**24] for start in range(0, len(ids), 2**24))
         return _count("--tokens", pieces, rows)
     if inputs.counts is not None:

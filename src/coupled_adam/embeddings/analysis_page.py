@@ -45,7 +45,7 @@ def analyses_page(
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     """Pictures of the matrices, their spectra and norms; with counts, also of frequency."""
-    # matplotlib reads text between two $ as a formula.
+    # A color and a label for each; matplotlib reads text between two $ as a formula.
     styles = [(f"C{i % 10}", a.label.replace("$", r"\$")) for i, a in enumerate(analyses)]
 
     def spectra(ax: Axes) -> None:
@@ -75,14 +75,14 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
 def _clouds(analyses: Sequence[Analysis], styles: Sequence[tuple[str, str]]) -> Picture:
     """A panel for each matrix, as clouds would hide each other; the rest of the grid is empty."""
     columns = min(3, len(analyses))
-    rows = -(-len(analyses) // columns)
+    rows = -(-len(analyses) // columns)  # rounded up
     figure = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for analysis, (color, label), ax in zip(analyses, styles, panels):
         pictures.plot_cloud(ax, _measured(analysis.embeddings.matrix, analysis), color)
         pictures.finish_clouds(ax)
         ax.set_title(label)
-    for ax in panels:
+    for ax in panels:  # zip() has left the rest in the iterator
         ax.set_axis_off()
     return Picture(
         figure,

@@ -19,7 +19,8 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
     directions removed.
     """
     reports = [analysis.report for analysis in analyses]
-    # What was measured; the measures of the matrices as they are; and those of the other two forms.
+    # What was measured, then the measures of the matrices as they are. A text in place of a row is
+    # the title of the rows below it.
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
     if all_measures:
         rows += _word_similarity_rows(reports)
@@ -29,6 +30,7 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
+    # Label, symbol and references are text, and the values between them are numbers.
     labels = [analysis.label for analysis in analyses]
     return Table(["", "", *labels, "references"], rows, "", left=(0, 1, len(labels) + 2))
 
@@ -57,6 +59,7 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
         ("rows that are zero or not finite", "", [len(a.dead) or None for a in analyses]),
         ("rows left out of all measures", "", [a.report.excluded_rows or None for a in analyses]),
     ]
+    # What is None for all matrices is left out. The last cell is empty: references have no facts.
     return [
         [label, symbol, *("–" if value is None else str(value) for value in values), ""]
         for label, symbol, values in facts

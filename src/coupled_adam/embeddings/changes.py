@@ -43,13 +43,14 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> tuple[Rows, Rows]:
     These have the same id if one vocabulary extends the other, or if there is no tokenizer, and
     otherwise the same text.
     """
+    # Without tokenizers all texts are empty, and so the same.
     common = np.arange(min(len(first), len(second)))
     if [*first.texts[: len(common)]] == [*second.texts[: len(common)]]:
         return common, common
     texts = {*first.rows} & {*second.rows} - {""}
     pairs = [(first.rows[text], second.rows[text]) for text in texts]
-    rows, rows_of_second = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
-    return rows, rows_of_second
+    first_rows, second_rows = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T  # [n] each
+    return first_rows, second_rows
 
 
 def compare(
@@ -67,20 +68,25 @@ def compare(
     Raises:
         ValueError: if no rows belong together, or all rows of one matrix are equal.
     """
+    # 1. The norms of each pair
     same_id = np.arange(min(len(first), len(second)))
-    rows = pairs or (same_id, same_id)
-    norms = [geometry.finite_rows(matrix)[1][part] for matrix, part in zip((first, second), rows)]
+    first_rows, second_rows = pairs or (same_id, same_id)
+    norms = [
+        geometry.finite_rows(first)[1][first_rows],
+        geometry.finite_rows(second)[1][second_rows],
+    ]
     ratios = _ratios(*norms)
-    # All else is over the pairs of rows that are finite on both sides.
+    # 2. CKA. All else is over the pairs of rows that are finite on both sides.
     usable = np.flatnonzero(np.isfinite(norms[0] + norms[1]))
     if not len(usable):
         raise ValueError("the two matrices have no finite rows of the same tokens")
-    before, after = (first, rows[0][usable]), (second, rows[1][usable])
+    before, after = (first, first_rows[usable]), (second, second_rows[usable])
     means, squares = zip(*(_mean_and_square(*side) for side in (before, after)))
     if 0 in squares:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
     cross, usable_cosines = _products(before, after, means)
     cka = float(cross.norm()) ** 2 / math.prod(squares)
+    # 3. Directions, which two matrices of different widths do not share
     if usable_cosines is None:
         return Changes(None, ratios, cka, None)
     cosines = np.full(len(ratios), np.nan)
@@ -98,6 +104,7 @@ def _ratios(before: Array, after: Array) -> Array:
 
 def _mean_and_square(matrix: Embeddings, rows: Rows) -> tuple[Tensor, float]:
     """The mean [H] of some rows, and the norm of A^T A with it removed."""
+    # Each row once, as no two pairs share one; their order does not matter here.
     keep = np.isin(np.arange(len(matrix)), rows)
     mean = geometry.mean_and_norms(matrix, keep)[0]
     return mean.cpu(), float(geometry.gram(matrix, mean, keep).norm())

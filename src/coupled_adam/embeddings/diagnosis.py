@@ -7,6 +7,7 @@ from coupled_adam.embeddings.measures import MEASURES, Measures
 from coupled_adam.embeddings.references import place
 
 _NAMED = 5  # dead rows
+# Those that do not depend on a matrix's norms and size, and so can be compared.
 _PLACED = ("mean_norm_ratio", "iso_score", "norm_frequency_correlation")
 NO_VERDICT = (
     "None of this says that a model is better or worse: in our runs AdamW with betas 0 and 0.999 "
@@ -43,6 +44,7 @@ def diagnose(
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
     chance = 1 / math.sqrt(rows)
     is_shifted = ratio > 1.5 * chance
+    # Correlations of norm, and of the component along the mean, with log frequency.
     norms = _significant(measures.norm_frequency_correlation, counted)
     along = _significant(measures.mean_frequency_correlation, counted)
     # Whether each sentence applies, in the order in which they are read.
@@ -128,8 +130,9 @@ def _significant(correlation: float | None, pairs: int) -> float:
     """A correlation; 0 if it does not differ from 0 at p = 0.001, by Fisher's transformation."""
     if correlation is None or pairs < 4:
         return 0.0
+    # atanh(r) is nearly normal with the deviation 1 / sqrt(n - 3), and infinite at 1.
     z = math.atanh(min(abs(correlation), 1 - 1e-12)) * math.sqrt(pairs - 3)
-    return correlation if z > 3.29 else 0.0
+    return correlation if z > 3.29 else 0.0  # two-sided
 
 
 def _dead(dead: Sequence[str], repair: str) -> str:

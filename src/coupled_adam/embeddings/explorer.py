@@ -63,6 +63,7 @@ def token_frame(
     """
     import pandas
 
+    # Neighbours are named by their place in the whole frame, so each matrix needs where it begins.
     frames: list[pandas.DataFrame] = []
     for entry in matrices:
         rows = _chosen(entry, None if limit is None else limit // len(matrices))
@@ -108,6 +109,7 @@ def explorer_page(
         [],
         package="coupled_adam.embeddings",
     )
+    # Once for all maps, and not through the template, which would escape four megabytes.
     return page.replace("<body>", f"<body>\n<script>{get_plotlyjs()}</script>", 1)
 
 
@@ -157,7 +159,7 @@ def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
 def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[np.float32]:
     """The first two of the rows to keep, [2, n]; zero where the matrix has only one."""
     mean = geometry.mean_and_norms(matrix, keep)[0]
-    axes = torch.linalg.eigh(geometry.gram(matrix, mean, keep))[1].flip(1)[:, :2]
+    axes = torch.linalg.eigh(geometry.gram(matrix, mean, keep))[1].flip(1)[:, :2]  # [H, 2]
     # The sign of an eigenvector is arbitrary: its largest component is positive.
     axes = axes * axes.gather(0, axes.abs().argmax(0)[None]).sign()
     components = np.zeros((2, keep.sum()), np.float32)
@@ -207,6 +209,7 @@ def _columns(
     shown = np.isin(np.arange(len(matrix)), rows)
     columns["x"], columns["y"] = _principal_components(matrix, shown)
     near, cosines = nearest(matrix, rows, centered=True, keep=shown)  # [n, k] each
+    # rows are ascending, so that searchsorted finds the place of each.
     columns["neighbors"] = [
         {"ids": ids.tolist(), "distances": distances.tolist()}
         for ids, distances in zip(np.searchsorted(rows, near) + first, 1 - cosines)

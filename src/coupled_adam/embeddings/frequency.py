@@ -44,6 +44,7 @@ def correlation_with_log(values: Array, p: Array, floor: float | None = None) ->
         values, p = values[p > 0], p[p > 0]
     else:
         p = p / p.sum() + floor
+    # pearsonr would warn of a side without variance.
     with np.errstate(all="ignore"):
         if np.ptp(values) == 0 or np.ptp(p) == 0:
             return float("nan")
@@ -62,6 +63,6 @@ def checked_counts(counts: torch.Tensor | NDArray[Any], rows: int) -> Array:
         )
     if not (np.isfinite(p) & (p >= 0)).all():
         raise ValueError("counts must not be negative, NaN or infinite")
-    if (p > 0).sum() < 2:
+    if (p > 0).sum() < 2:  # no correlation is defined
         raise ValueError("counts must be positive for at least two tokens")
     return p

@@ -103,7 +103,7 @@ def mean_and_norms(embeddings: Embeddings, keep: Mask | None = None) -> tuple[Te
         # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
         start += len(block)
-    return torch.as_tensor(total) / len(norms), norms
+    return torch.as_tensor(total) / len(norms), norms  # the mean is on the matrix's device
 
 
 def gram(embeddings: Embeddings, mean: Tensor | float = 0.0, keep: Mask | None = None) -> Tensor:
@@ -111,7 +111,7 @@ def gram(embeddings: Embeddings, mean: Tensor | float = 0.0, keep: Mask | None =
     lower: Tensor | None = None  # the upper triangle is its mirror image
     for block in blocks(embeddings, keep):
         columns = block.shape[1]
-        if lower is None:  # column by column, as BLAS has it
+        if lower is None:  # column by column, as BLAS has it; [H, H]
             lower = block.new_zeros(columns, columns).T
         rows = block - mean
         if rows.device.type == "cpu":
@@ -120,7 +120,7 @@ def gram(embeddings: Embeddings, mean: Tensor | float = 0.0, keep: Mask | None =
         else:
             lower.addmm_(rows.T, rows)
     assert lower is not None
-    lower.tril_()
+    lower.tril_()  # on a GPU both triangles were computed
     return lower.add_(lower.tril(-1).T)
 
 
@@ -191,6 +191,7 @@ def row_slices(rows: int, columns: int) -> Iterator[slice]:
 
 def as_float64(values: Embeddings, dtype: torch.dtype = torch.float64) -> Tensor:
     """A tensor in float64, on its own device, or on the CPU if that does not support float64."""
+    # A copy: torch warns of arrays that are read-only, and refuses those in another byte order.
     if not isinstance(values, Tensor):
         return torch.from_numpy(np.array(values, dtype=np.float64)).to(dtype)
     device = "cpu" if values.device.type == "mps" else values.device

@@ -121,12 +121,13 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     shapes = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
     # What the user names is a matrix, or a part of the file in which to look.
     if tensor is not None and tensor not in shapes:
-        part = {name: shape for name, shape in shapes.items() if name.startswith(f"{tensor}.")}
-        if not part:
+        below = {name: shape for name, shape in shapes.items() if name.startswith(f"{tensor}.")}
+        if not below:
             raise ValueError(
                 f"{weights.source} has no matrix {tensor!r}; it contains {_listed(shapes)}"
             )
-        shapes = part
+        shapes = below
+    # 1. A matrix that is named, or the only one: nothing else is asked of it
     is_known = any(_is_table(name) or _is_head(name, _OUTPUT_ENDINGS) for name in shapes)
     if tensor in shapes or (len(shapes) == 1 and not is_known):
         (name,) = [tensor] if tensor in shapes else shapes
@@ -134,7 +135,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
         if reason := _why_unusable(matrix):
             raise ValueError(f"{weights.source}: {name or 'the array'} {reason}")
         return [EmbeddingMatrix(matrix, "embeddings", name, weights.config)]
-    # Tables are known by their names, and heads by their names and sizes.
+    # 2. Tables are known by their names, and heads by their names and sizes
     inputs, left_out = _distinct(weights, [name for name in shapes if _is_table(name)])
     heads = [name for name in shapes if _is_head(name, _OUTPUT_ENDINGS)]
     if inputs and not heads:
@@ -142,6 +143,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     # A head has a row for each token, or some more or fewer; those of classifiers have not.
     tokens = max(map(len, inputs.values()), default=0)
     for name in [name for name in heads if shapes[name][0] < tokens / 2]:
+        # Several numbers are packed into one, so that the size tells nothing.
         if not _PACKED.search(name):
             left_out[name] = f"has too few rows for {tokens} tokens"
             heads.remove(name)
@@ -154,7 +156,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             f"{weights.source}: "
             + ("; ".join(reasons) or f"no embeddings under a known name; {hint}")
         )
-    # Under an unknown name there may be further embeddings.
+    # 3. Under an unknown name there may be further embeddings
     sizes = {len(matrix) for matrix in (*inputs.values(), *outputs.values())}
     for name, (rows, _) in shapes.items():
         known = _is_table(name) or name in heads or _POSITIONS.search(name)
@@ -220,6 +222,7 @@ def _layer(name: str) -> str:
 
 
 def _is_table(name: str) -> bool:
+    """Whether a tensor of this name is a table of input embeddings."""
     is_other = _POSITIONS.search(_layer(name)) or _IN_A_BLOCK.search(name)
     return _layer(name).endswith(_INPUT_ENDINGS) and not is_other
 
@@ -233,11 +236,11 @@ def _side(name: str) -> str:
     return _SIDES.get(sides[0], sides[0]) if sides else ""
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def _is_equal(first: Tensor, second: Tensor) -> bool:
     """Whether two matrices have the same bits, NaN included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.equal(*(matrix.contiguous().view(torch.uint8) for matrix in (one, other)))
+    return torch.equal(*(matrix.contiguous().view(torch.uint8) for matrix in (first, second)))
 
 
 def _distinct(weights: Weights, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -142,7 +142,7 @@ class Measures:
         return cls(**numbers, singular_values=rows.values.tolist())
 
 
-def _of_length(
+def _unless_zero(
     function: Callable[[MeasureInputs], float],
 ) -> Callable[[MeasureInputs], float | None]:
     """The function, and None for rows that are all zero, where it is not defined."""
@@ -150,7 +150,7 @@ def _of_length(
 
 
 def _participation_ratio(values: Array) -> float:
-    shares = (values / values[0]) ** 2
+    shares = (values / values[0]) ** 2  # relative, as squares could overflow
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
@@ -184,7 +184,7 @@ _TABLE = [
     ),
     Measure(
         "mean_norm_ratio", "relative mean norm", "‖μ‖ʳ", 3, "lower",
-        _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
+        _unless_zero(lambda rows: rows.mean_norm / float(rows.norms.mean())),
         "that norm relative to the mean norm",
         first=True, column=True, comparable=True, logged=True, about_mean=True,
     ),
@@ -203,7 +203,7 @@ _TABLE = [
     ),
     Measure(
         "condition", "condition, 100 σ_min/σ_max", "κ", 2, "higher",
-        _of_length(lambda rows: 100 * rows.values[-1] / rows.values[0]),
+        _unless_zero(lambda rows: 100 * rows.values[-1] / rows.values[0]),
         "100 × smallest / largest singular value",
         first=True, column=True, logged=True,
     ),
@@ -214,7 +214,7 @@ _TABLE = [
     ),
     Measure(
         "effective_rank", "effective rank", "", 1, "higher",
-        _of_length(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
+        _unless_zero(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
         "exponential of the entropy of the singular values (Roy & Vetterli 2007)",
         first=True, logged=True,
     ),
@@ -229,12 +229,12 @@ _TABLE = [
     ),
     Measure(
         "participation_ratio", "participation ratio", "", 1, "higher",
-        _of_length(lambda rows: _participation_ratio(rows.values)),
+        _unless_zero(lambda rows: _participation_ratio(rows.values)),
         "how many directions have most of the variance",
     ),
     Measure(
         "isotropy_unit", "isotropy at unit mean norm", "", 2, "higher",
-        _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
+        _unless_zero(lambda rows: isotropy_of(rows.unit_log_z)),
         "isotropy after division by the mean norm, with which isotropy falls",
         short="Iso at unit norm", comparable=True, logged=True,
         short_centered="Iso centered, at unit norm",

@@ -163,6 +163,7 @@ def _open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
 
     def read(tensor: str) -> Tensor:
         info = header.tensors[tensor]
+        # Offsets are relative to the end of the header, whose length the first 8 bytes are.
         first, end = info.data_offsets
         start = 8 + int.from_bytes(fetch(0, 8), "little")
         # A file with this tensor alone, which safetensors decodes and checks.

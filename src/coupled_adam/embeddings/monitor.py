@@ -38,7 +38,7 @@ class Monitor:
         self.every = every
         self.counts = counts
         self.find = find or model_embeddings
-        self._last = -1
+        self._last = -1  # the step that was measured last; a trainer may ask twice
         self._exceeded: set[str] = set()
         self._largest_logit: Tensor | None = None
         self._hook: RemovableHandle | None = None
@@ -56,6 +56,7 @@ class Monitor:
         It needs a transformers model whose head computes logits; a loss that is fused with the
         head does not.
         """
+        # Only for steps that are due: the hook reads all logits.
         if self._hook is not None or step % self.every:
             return
         # The outermost module that knows its head is the model, which may be wrapped.

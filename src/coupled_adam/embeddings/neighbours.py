@@ -70,12 +70,12 @@ def _search(
     """The k nearest [n, k] of some rows [n], and the cosines, in one pass over a matrix [V, H]."""
     queries = _directions(geometry.as_float64(embeddings[rows]), mean)
     query_rows = torch.from_numpy(rows).to(queries.device)
-    best = torch.full((len(rows), k), -math.inf, device=queries.device)
-    where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
+    best = torch.full((len(rows), k), -math.inf, device=queries.device)  # cosines so far
+    where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)  # their rows
     places = torch.from_numpy(np.flatnonzero(candidates)).to(queries.device)
     for block in geometry.blocks(embeddings, candidates):
         here, places = places.tensor_split([len(block)])
-        cosines = queries @ _directions(block, mean).T
+        cosines = queries @ _directions(block, mean).T  # [n, rows of the block]
         cosines[query_rows[:, None] == here] = -math.inf  # no row is a neighbour of its own
         # The best so far compete with the best of this block, so that k of each are all it takes.
         new, index = cosines.topk(min(k, len(block)))
@@ -128,7 +128,8 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
     neighbours, cosines = nearest(matrix, alive, 1)
     near = cosines[:, 0] >= DUPLICATE
     rows, others = alive[near], neighbours[near, 0]
-    # Each row is linked to its nearest one, and what is linked is a group.
+    # Each row is linked to its nearest one, and what is linked is a group. All rows within 0.99 of
+    # each other would take V x V cosines.
     links = sparse.coo_array((near[near], (rows, others)), (len(matrix), len(matrix)))
     _, labels = sparse.csgraph.connected_components(links, directed=False)
     groups: list[dict[str, Any]] = []

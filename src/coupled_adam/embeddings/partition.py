@@ -55,14 +55,14 @@ def log_partitions(
     longest = max(cloud.longest / unit for cloud in clouds for unit in cloud.units)
     dtype = torch.float32 if products >= _LARGE and longest < _LONG else torch.float64
     # Stored column by column, the directions make the product in float64 twice as fast.
-    axes = [cloud.axes.T.to(dtype).contiguous() for cloud in clouds]
+    axes = [cloud.axes.T.to(dtype).contiguous() for cloud in clouds]  # [n, H] each
     centers = [torch.as_tensor(cloud.center).to(axes[0]) for cloud in clouds]
     logs: list[list[Tensor | float]] = [[-math.inf] * len(cloud.units) for cloud in clouds]
     for block in geometry.blocks(embeddings, keep, dtype):
         for cloud, directions, center, totals in zip(clouds, axes, centers, logs):
             exponents = directions @ (block - center).T  # [n, rows]
             for index, unit in enumerate(cloud.units):
-                new = _log_sums(exponents / unit, longest)
+                new = _log_sums(exponents / unit, longest)  # [2, n]
                 totals[index] = torch.logaddexp(new, torch.as_tensor(totals[index]).to(new))
     return [[as_array(torch.as_tensor(total)) for total in totals] for totals in logs]
 

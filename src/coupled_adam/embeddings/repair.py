@@ -36,7 +36,9 @@ from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 Reason = Literal["not finite", "nearly zero"]
 _NEARLY_ZERO = 0.01  # of the median norm
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
+# Files of the original that the copy must not have beside its own weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+# Options, of several architectures, by which logits are squashed.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_softcap")
 
 
@@ -117,6 +119,7 @@ def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask) -> Tens
     squares, basis = torch.linalg.eigh(covariance)
     generator = torch.Generator().manual_seed(0)
     draws = torch.randn(count, len(mean), generator=generator, dtype=torch.float64)
+    # [count, H]: independent along the principal axes, with their variances.
     new = mean + draws.to(mean.device) * squares.clamp(min=0).sqrt() @ basis.T
     rows: Tensor = new.to(embeddings.device, embeddings.dtype)
     return rows
@@ -249,12 +252,14 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
         )
     except Exception as error:  # of many types
         raise UsageError(f"{source} cannot be loaded ({one_line(error)})") from None
+    # transformers only warns of these.
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, loading[kind])):
             raise UsageError(
                 f"{source}: transformers does not load all of it ({kind}: {keys[0]}), so a copy "
                 "would not be the same model"
             )
+    # The input first, as load_embeddings() has them.
     weights: dict[Any, Tensor] = dict(reversed(model_embeddings(model).items()))
     if list(weights) == ["output"]:
         weights = {"tied": weights["output"]}
@@ -268,7 +273,7 @@ def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:
     healthy = ~np.isin(np.arange(len(entry.matrix)), [*dead])
     padding = padding_row(entry)
     if padding is not None:
-        healthy[padding] = False
+        healthy[padding] = False  # not trained as others are: no row is to take after it
         if dead.get(padding) == "nearly zero":
             del dead[padding]
     if dead:
@@ -286,6 +291,6 @@ def padding_row(entry: EmbeddingMatrix) -> int | None:
 def _recenter(matrix: Tensor) -> float:
     """Subtract the mean from a matrix [V, H] in place, and return its norm."""
     mean = geometry.mean_and_norms(matrix)[0]
-    for chunk in geometry.row_slices(*matrix.shape):
+    for chunk in geometry.row_slices(*matrix.shape):  # no copy of it in float64
         matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)
     return float(mean.norm())

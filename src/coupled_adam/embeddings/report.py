@@ -144,6 +144,7 @@ def analyze(
     """
     inputs = _resolve(embeddings, counts, sets, token_ids, keep)
     rows, columns = inputs.matrix.shape
+    # Two passes, one, and one: each needs what those before it have found.
     top = top_directions(columns, directions)
     forms = _forms(inputs, top)
     along = _norms_and_angles(inputs, forms)
@@ -191,6 +192,7 @@ def _resolve(
         if entry.left_out:
             warnings.warn(f"{embeddings}: not measured: {'; '.join(entry.left_out)}", stacklevel=3)
         embeddings = entry.matrix
+        # Without any row to keep, geometry says what is wrong with the matrix.
         alive = alive_rows(embeddings)
         if keep is None and alive.any():
             keep = alive
@@ -208,7 +210,7 @@ def _resolve(
     if measured is not None and not measured.any():
         raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)
-    unseen = None if p is None else int((p == 0).sum())
+    unseen = None if p is None else int((p == 0).sum())  # of all rows, also those left out
     if p is not None and measured is not None:
         p = checked_counts(p[measured], int(measured.sum()))
     words: list[str] = []
@@ -245,7 +247,7 @@ class _Form:
     def changed(self, block: Tensor) -> Tensor:
         """Rows of the matrix [n, H] in this form."""
         block = block - self.mean
-        return block - block @ self.top @ self.top.T
+        return block - block @ self.top @ self.top.T  # [n, H]; without top, [H, 0], as it is
 
     @property
     def unit(self) -> float:
@@ -256,6 +258,7 @@ class _Form:
     def singular_values(self) -> Array:
         """The min(V, H) singular values, descending, from their squares."""
         squares = as_array(self.squares.sort(descending=True).values)
+        # Rounding may have made a zero negative; and of V < H rows only V are not zero.
         values: Array = np.sqrt(np.clip(squares, 0, None))[: len(self.norms)]
         return values
 
@@ -279,7 +282,7 @@ def _forms(inputs: _Inputs, top: int) -> list[_Form]:
     # The eigenvalues ascend, so that the last directions are the top ones.
     left, none = len(mean) - top, axes[:, :0]
     squares_left = torch.cat([squares[:left], torch.zeros_like(squares[left:])])
-    floor = 1e-12 * float(norms.max())
+    floor = 1e-12 * float(norms.max())  # rows equal to the mean leave rounding errors
     as_is = _Form(
         mean=torch.zeros_like(mean), top=none, squares=raw_squares, axes=raw_axes, floor=0.0
     )
@@ -304,6 +307,7 @@ def _norms_and_angles(inputs: _Inputs, forms: list[_Form]) -> Array:
             norms = changed.norm(dim=1)
             used = norms > form.floor
             form.norms[chunk] = torch.where(used, norms, 0)
+            # [n] @ [n, H]: the sum of the rows at unit norm.
             form.directions += torch.where(used, 1 / norms, 0) @ changed
     return as_array(along)
 

@@ -166,6 +166,7 @@ def single_tokens(tokenizer: Any) -> TokenIds:
     BPE the token with the leading space, for SentencePiece the one with the mark of a word's
     beginning, for WordPiece the one without a continuation mark.
     """
+    # After an "a", since some tokenizers treat the first word of a text as no other does.
     before = tokenizer.encode("a", add_special_tokens=False)
 
     def token_id(word: str) -> int | None:

@@ -74,14 +74,16 @@ def undertrained(
         share: how many of the rows that can be are candidates, above 0 and at most 1.
         norms: [V], as :func:`geometry.finite_rows` returns them, if they are known.
     """
+    # 1. The indicators; rows of zeros, which have no direction, are no reference
     norms = geometry.finite_rows(embeddings)[1] if norms is None else norms
     finite = np.isfinite(norms)
     reference = unused & (norms > 0)
     values, own = indicators(embeddings, norms, reference)
     order_by: Indicator = "norm" if role == "input" or not reference.any() else "cosine_centered"
-    # Rows that are known to be unused are the reference, and need not be found.
+    # 2. The order; rows that are known to be unused are the reference, and need not be found
     key = np.where(among & finite & ~reference, values[order_by], np.inf)
     order = np.argsort(key, kind="stable")[: np.isfinite(key).sum()]
+    # 3. Which of them are like unused rows
     limit = float(own[order_by].max()) if reference.sum() >= 3 else -math.inf
     alike = order[key[order] <= limit]
     # A limit that most rows are below tells nothing, as in a model that was not trained.
@@ -112,7 +114,7 @@ def indicators(
         values["cosine_centered"] = np.full(len(norms), np.nan)
         values["cosine_centered"][finite] = geometry.as_array(torch.cat(distances))
         rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
-        # The mean without a row follows from that of all of them.
+        # Each is compared with the mean of the others, which follows from the mean of all, [n, H].
         others = (unused * len(rows) - rows) / (len(rows) - 1)
         own["cosine_centered"] = geometry.as_array(_distance(rows - mean, others - mean))
     return values, own
@@ -232,11 +234,12 @@ def verify_undertrained(
     analysis, indicated = undertrained.analysis, undertrained.indicated
     assert analysis.tokenizer is not None  # or the command would have refused it
     ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
+    # The controls: reachable tokens that are not in doubt, dead, or known to be unused.
     rows = np.array(undertrained.rows, np.int64)
     candidates = analysis.vocabulary.categories == "ok"
     candidates[[*rows, *analysis.dead, *np.flatnonzero(indicated.unused)]] = False
     best = np.flatnonzero(candidates)[np.argsort(-ranks[candidates], kind="stable")]
-    best = best[: -(-len(best) // 2)]
+    best = best[: -(-len(best) // 2)]  # the better half, rounded up
     size = min(len(rows), len(best))
     controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
     asked = verify(model, analysis.tokenizer, rows, controls, length=length)

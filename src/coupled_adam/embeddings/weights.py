@@ -54,9 +54,10 @@ def open_file(path: Path) -> Weights:
         if array.dtype.kind != "f" or array.ndim != 2:
             kind = f"{array.dtype} {list(array.shape)}"
             raise ValueError(f"{path}: a matrix [V, H] of floats is needed, not {kind}")
+        # torch knows no other byte order than the machine's.
         native = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         return Weights(str(path), {"": array.shape}, lambda _: native)
-    if path.suffix in _ARCHIVES or parse_step(path) is not None:
+    if path.suffix in _ARCHIVES or parse_step(path) is not None:  # a checkpoint of a run
         return _open_archive(path)
     raise ValueError(
         f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}; save anything "

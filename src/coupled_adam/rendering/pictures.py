@@ -45,6 +45,7 @@ class Picture:
     @property
     def data(self) -> str:
         """The image as a URI, which embeds it in a page."""
+        # As an image, and not as elements: the ids of several SVGs in one page would clash.
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg).decode()
 
     @property
@@ -73,11 +74,13 @@ def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Pictur
 
 def scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
     """Draw thousands of small points, rasterized even in vector formats."""
+    # As vectors they would make files of many megabytes, which browsers draw slowly.
     ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
 
 
 def plot_means(ax: Axes, points: Mapping[float, Sequence[float]], **style: Any) -> None:
     """Draw the mean of several values at each place, and the range from least to largest."""
+    # errorbar() takes the lengths of the bars, not where they end.
     means = np.array([np.mean(values) for values in points.values()])
     low = means - [min(values) for values in points.values()]
     high = [max(values) for values in points.values()] - means
@@ -86,11 +89,12 @@ def plot_means(ax: Axes, points: Mapping[float, Sequence[float]], **style: Any) 
 
 def legend(figure: Figure) -> None:
     """Add one legend for all axes, below them, where it covers nothing; none without labels."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {}  # the first with each label
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels()):
             entries.setdefault(label, handle)
     if entries:
+        # Points as small as in scatter() could not be told apart by their color.
         has_small_points = any(isinstance(x, PathCollection) for x in entries.values())
         # As many entries in a row as fit; a letter takes about a fourteenth of an inch.
         widest = max(map(len, entries)) / 14 + 0.6

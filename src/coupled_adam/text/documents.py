@@ -112,6 +112,7 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
 
 def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
     """Split a stream of text at a separator, which may lie across two chunks."""
+    # What follows the last separator may go on, and may end with a half of the next one.
     remainder = ""
     for chunk in chunks:
         *complete, remainder = (remainder + chunk).split(separator)
@@ -142,6 +143,7 @@ def _format(path: Path) -> str:
 
 
 def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
+    """The documents of one file, which may be blank; the caller names it in errors."""
     kind = _format(path)
     if kind == ".parquet":
         try:
@@ -159,7 +161,7 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
                 yield _text(row[column], column)
         elif separator is None:
             yield from passages(lines)
-        else:
+        else:  # in large chunks, as most lines have no separator
             yield from separated(map("".join, batched(lines, 2**20, len)), separator)
 
 
@@ -183,7 +185,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[dict[str, str]]:
     """The rows below the first line, which names the columns."""
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(sys.maxsize)  # the limit is 128 kB otherwise; a field is a document
     reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
     names = reader.fieldnames or ()
     if twice := [name for name in names if [*names].count(name) > 1]:

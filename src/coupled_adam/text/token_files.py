@@ -12,6 +12,7 @@ from coupled_adam.errors import UsageError, one_line
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
+# What llm.c's header begins with, for GPT-2's tokens and for Llama 3's.
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
 
@@ -57,7 +58,7 @@ class Tokens:
     def __getitem__(self, where: slice) -> NDArray[Any]:
         start, stop, _ = where.indices(len(self))
         stop = max(start, stop)
-        pieces = [np.empty(0, self._files[0].dtype)]
+        pieces = [np.empty(0, self._files[0].dtype)]  # so that an empty slice has a dtype
         # From the file in which the slice begins to the one in which it ends.
         for number in range(int(np.searchsorted(self._ends, start, "right")), len(self._files)):
             file = self._files[number]

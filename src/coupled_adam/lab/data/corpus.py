@@ -126,6 +126,7 @@ def _key(
     source: Source, tokenizer: PreTrainedTokenizerBase | None, data: Data, vocab_size: int
 ) -> str:
     """The name of a corpus's folder: the same content is the same corpus, wherever it lies."""
+    # By the files it is saved as, since a tokenizer's name says nothing of its content.
     digest = None
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -176,6 +177,7 @@ def _make(
             )
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / "tokenizer")
+        # Counting also checks all ids, before the corpus gets its name.
         np.save(temporary / COUNTS, _count(files, temporary, vocab_size))
         trained = None if tokenizer is None else f"BPE of {len(tokenizer)} tokens"
         facts = {
@@ -184,7 +186,7 @@ def _make(
             "tokenizer": data.tokenizer or trained,
             "end_of_text": None if tokenizer is None else end_of_text_id(tokenizer),
             "dtype": files["train"][0].dtype,
-            "tokens": {s: sum(file.length for file in parts) for s, parts in files.items()},
+            "tokens": {s: sum(file.length for file in files[s]) for s in files},
             "checksums": _checksums(temporary),
         }
         (temporary / _FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
@@ -211,8 +213,8 @@ def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> 
     counts = np.zeros(vocab_size, np.int64)
     pieces = [
         (split, file, start)
-        for split, parts in files.items()
-        for file in parts
+        for split in files
+        for file in files[split]
         for start in range(0, file.length, 2**24)  # 128 MB as int64
     ]
     for split, file, start in tqdm(pieces, "counting tokens", disable=None, leave=False):

@@ -47,6 +47,7 @@ def open_source(data: Data, vocab_size: int) -> Source:
             files = find_token_files(data, vocab_size)
             used = {Path(file.path): None for parts in files.values() for file in parts}
             ranges = {split: [dataclasses.astuple(f)[1:] for f in files[split]] for split in files}
+            # Also by the ranges, which max_tokens and the cut for a test split change.
             fingerprint = content_hash([content_digest(used), ranges])
         return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
     if data.hub is not None:

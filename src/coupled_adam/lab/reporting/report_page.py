@@ -59,6 +59,7 @@ def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
     first: Run = arm.run.iloc[0]  # for what its runs have in common
     options = {"optimizer": first.setup.optimizer, **first.setup.options}
     speeds = arm.run.map(lambda run: run.tokens_per_second)
+    # From the speed, as the time from start to end has evaluations and interruptions in it.
     minutes = (first.recipe.tokens / 60 / speeds).mean()
     return {
         "experiment": first.recipe.name,

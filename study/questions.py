@@ -431,6 +431,19 @@ def _settings() -> dict[str, Entry]:
     }
 
 
+def _row_moments() -> dict[str, Entry]:
+    """One moment for each row, without LEAN's for each column, at the n that LEAN's loss chose."""
+    chosen = (8, 6, 6, 5, 7, 8, 7, 7)
+    return {
+        f"{setting} row_moment 0 0.99 n={n}": Entry(
+            {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)},
+            overrides,
+            _variant("peers", "row_moment"),
+        )
+        for (setting, (overrides, _)), n in zip(SETTINGS.items(), chosen, strict=True)
+    }
+
+
 def rate_rule(steps: int) -> float:
     """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16."""
     return min(16.0, max(1.0, 15_000 / steps))
@@ -681,6 +694,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_steps(2400),
     ),
     "settings": _settings(),
+    "row_moments": _row_moments(),
     "rate_rule": _rate_rule(RATE_SETTINGS),
     # Another text: run with more Wikipedia articles instead of TEXT.
     "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
@@ -708,6 +722,7 @@ UNFINISHED = (
     "paper_ratio_rates",
     "rate_rule",
     "rate_rule_wiki",
+    "row_moments",
     "settings",
     "width",
 )

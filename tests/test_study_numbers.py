@@ -243,20 +243,17 @@ def test_what_lean_gives_up():
                     cell_shows(cell, [*measured.values()])
         shown[label] = [float(cell.partition(" ")[0].replace("–", "nan")) for cell in cells]
     _, adamw, coupled, lean, _ = shown.values()
-    said(
-        "Its isotropy is #, AdamW's at 0, 0.999 is #, and Coupled Adam's is #",
-        *(lean[0], adamw[0], coupled[0]),
-    )
-    said("they are #, # and #", lean[1], adamw[1], coupled[1])
+    said("Coupled Adam is #, # and #", lean[1], adamw[1], coupled[1])
     slower = ("betas_longer", "adamw 0 0.999 n=1")
     said(
         "AdamW has #, and # centered",
         *(mean(*slower, m) for m in ("isotropy", "isotropy_centered")),
     )
-    said("(# and #; with AdamW # and #), and ρ is +#", *lean[5:7], *adamw[5:7], lean[4])
-    said("instead of #; Coupled Adam has +#", adamw[4], coupled[4])
-    said("LEAN has # and Coupled Adam #", lean[2], coupled[2])
-    said("(MEN: #, # and #)", lean[8], adamw[8], coupled[8])
+    assert lean[5] > lean[6]
+    assert adamw[5] < adamw[6]
+    assert lean[2] == pytest.approx(coupled[2], abs=0.02)
+    said("rank is # with all three", *{round(row[7]) for row in (adamw, coupled, lean)})
+    assert lean[8] >= max(adamw[8], coupled[8])
     said("isotropy is # with Coupled Adam and # with LEAN", coupled[0], lean[0], page=README)
     said("isotropy does not follow (#; Coupled Adam has #)", lean[0], coupled[0], page=STUDY)
 
@@ -602,10 +599,10 @@ def test_what_the_page_says_of_one_pass():
     _, low, high = middle_and_interval(differences(LEAN_LONGER, ADAMW_LONGER, "documents"))
     middle, half_width = (low + high) / 2, (high - low) / 2
     said("the difference is #, with a 95 % interval of ± #.", middle, half_width)
-    for page in (README, STUDY, COMPARISONS):
+    for page in (README, STUDY):
         said("(# ± #, five seeds)", middle, half_width, page=page)
     slower = ("betas_longer", "adamw 0 0.999 n=1")
-    said("AdamW by five (# at n = 2, # at n = 1)", mean(*ADAMW_LONGER), mean(*slower))
+    assert mean(*ADAMW_LONGER) < mean(*slower)
     of_rate = differences(slower, ADAMW_LONGER, "documents")
     assert len(of_rate) == 5
     said("At n = 1 AdamW's loss ... is # higher", np.mean(of_rate))
@@ -618,7 +615,7 @@ def test_what_the_page_says_of_one_pass():
     )
     below = differences(LEAN, ("zero_sum", "ember free n=7"))
     said(
-        "and # below LEAN at the rate with three seeds (p = #, paired)",
+        "and # below LEAN (three seeds each; p = # against LEAN, paired)",
         *(np.mean(below), p_of_pairs(below)),
     )
 
@@ -724,10 +721,8 @@ def test_the_mean_over_settings():
 
 def test_48_million_tokens():
     names = [("betas_48M", name) for name in ("a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2")]
-    names += [("paper_ratio_longer", name) for name in ("coupled n=0", "adamw n=0")]
     said(
-        "After 23,436 steps (one seed, n = 2) a = 0.75 had L = #, and AdamW #; at the usual betas "
-        "Coupled Adam had #, and AdamW #",
+        "After 23,436 steps (one seed, n = 2) a = 0.75 had L = #, and AdamW #",
         *(first(*name, "test") for name in names),
     )
 

@@ -67,8 +67,9 @@ def couple(engine: Any) -> None:
 
 
 def _shards(params: list[Any], partition: torch.Tensor, process_group: Any) -> list[FlatShard]:
-    """Where the pieces of a group's parameters lie in this rank's partition of the group."""
+    """Where the pieces of a group's parameters lie in this rank's partition of it, [numel]."""
     shards = []
+    # DeepSpeed's "lp" (low precision) is the parameter, and "hp" (high) the master copy of it.
     for p in params:
         mapping = getattr(p, "_hp_mapping", None)
         if mapping is None:  # this rank has nothing of it
@@ -76,6 +77,7 @@ def _shards(params: list[Any], partition: torch.Tensor, process_group: Any) -> l
             continue
         whole, piece = mapping.lp_fragment_address, mapping.hp_fragment_address
         shard = FlatShard(tuple(p.shape), whole.start, process_group, piece.start, piece.numel)
+        # Before the first step the two have the same numbers, but for rounding.
         expected = p.detach().flatten()[whole.start : whole.start + piece.numel]
         if not torch.equal(shard.view(partition).to(p.dtype), expected):
             raise ValueError(

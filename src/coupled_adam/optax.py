@@ -119,10 +119,10 @@ def scale_by_coupled_adam(
             mean_update=zeros(1 - vocab_axis) if zero_sum else None,
         )
 
-    def average(old: jax.Array, square: jax.Array) -> jax.Array:
+    def average(old: jax.Array, square: jax.Array) -> jax.Array:  # of squares, [H] or [V]
         return (b2 * old + (1 - b2) * square).astype(old.dtype)
 
-    def denominators(nu: jax.Array, count: jax.Array) -> jax.Array:
+    def denominators(nu: jax.Array, count: jax.Array) -> jax.Array:  # [H]
         nu_hat = optax.tree.bias_correction(nu, b2, count)
         return jnp.sqrt(second_moment_scale * nu_hat + eps_root) + eps
 
@@ -145,7 +145,8 @@ def scale_by_coupled_adam(
         active = w != 0
         k = active.sum(dtype=nu.dtype)
 
-        def mean(x: jax.Array) -> jax.Array:  # over the tokens that have had a gradient
+        # From [V, H] to [H], over the tokens that have had a gradient.
+        def mean(x: jax.Array) -> jax.Array:
             return jnp.where(active, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
 
         # No sum over tokens needs another: devices that share them exchange all of them at once.
@@ -241,6 +242,7 @@ def coupled_adamw(
     # A model of equinox, and so a tree of labels with its structure, may itself be callable.
     is_function = callable(labels) and jax.tree.leaves(labels) == [labels]
     label: Callable[[optax.Params], Any] = labels if is_function else lambda _: labels
+    # One for each way to store a matrix; both know the rate, which zero_sum needs.
     transforms = {
         name: scale_by_coupled_adam(
             b1 if coupled_b1 is None else coupled_b1,

@@ -58,11 +58,11 @@ def explained(recipe: Recipe) -> str:
     values = recipe.to_dict()
     for key, meaning in meanings(type(recipe)).items():
         section = getattr(recipe, key)
-        if dataclasses.is_dataclass(section):
+        if dataclasses.is_dataclass(section):  # model, data and training
             lines += [f"# {meaning}", f"{key}:"]
             for name, text in meanings(type(section)).items():
                 lines += _commented({name: values[key][name]}, text, "  ")
-        else:
+        else:  # get(), as to_dict() leaves out a variant of None
             lines += _commented({key: values.get(key)}, meaning)
     # The options of all arms that there are; one that several optimizers take stands here once.
     options: dict[str, tuple[str, list[str]]] = {}

@@ -46,6 +46,7 @@ def run(options: Options) -> None:
         recipe = options.recipe_of(read_run(options.out).recipe.to_dict())
     else:
         recipe = options.recipe_of(load_values(options.recipe or DEFAULT_RECIPE))
+    # As in a comparison, so that runs of several jobs can be reported, or resumed, as one.
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
     comparison.train_and_evaluate(

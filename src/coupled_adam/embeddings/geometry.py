@@ -149,7 +149,7 @@ def check(embeddings: Embeddings) -> None:
 def blocks(
     embeddings: Embeddings, keep: Mask | None = None, dtype: torch.dtype = torch.float64
 ) -> Iterator[Tensor]:
-    """Yield a matrix's rows (all, or those to keep) block by block, and check them."""
+    """Yield the rows of [V, H] (all, or those to keep, [V]) in blocks [n, H], and check them."""
     check(embeddings)
     for chunk in row_slices(*embeddings.shape):
         block = as_float64(embeddings[chunk], dtype)

@@ -53,4 +53,4 @@ class EmbeddingMeasures(pl.Callback):
             for logger in trainer.loggers if measures else ():
                 logger.log_metrics(measures, step)
 
-    on_train_start = on_train_batch_end
+    on_train_start = on_train_batch_end  # step 0 is always due

@@ -150,6 +150,7 @@ def _unless_zero(
 
 
 def _participation_ratio(values: Array) -> float:
+    """(sum of s^2)^2 / sum of s^4, of singular values s [min(V, H)], descending."""
     shares = (values / values[0]) ** 2  # relative, as squares could overflow
     return float(shares.sum() ** 2 / (shares**2).sum())
 

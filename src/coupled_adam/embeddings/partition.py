@@ -29,7 +29,8 @@ def isotropy(embeddings: Embeddings) -> float:
 
 
 def isotropy_of(log_z: Array) -> float:
-    """The isotropy, from the logarithms of Z in any shape."""
+    """The isotropy, from the logarithms of Z in any shape, such as [2, n]."""
+    # By the difference of logarithms, as Z itself may overflow.
     return float(np.exp(log_z.min() - log_z.max()))
 
 

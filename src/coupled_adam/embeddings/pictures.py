@@ -80,5 +80,7 @@ def _sample(embeddings: Embeddings) -> Array:
 
 
 def _histogram(ax: Axes, values: Array, color: str, label: str | None) -> None:
+    """Draw a distribution of values [n]."""
+    # An area, and its outline over it, which stays visible where areas of several models overlap.
     ax.hist(values, bins=100, density=True, histtype="stepfilled", alpha=0.35, color=color)
     ax.hist(values, bins=100, density=True, histtype="step", color=color, label=label)

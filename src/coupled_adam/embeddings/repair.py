@@ -162,6 +162,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
+    # 1. What cannot be done is refused
     check_outputs(out=out)
     if source.suffix == ".npy" and source.is_file() and out.suffix != ".npy":
         raise UsageError(f"--out {out} must end in .npy, as {source} does")
@@ -172,12 +173,14 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
             f"{source}: --recenter would change its predictions: it is for output embeddings that "
             "are not tied, and whose logits are not capped"
         )
+    # 2. The matrices are changed in the model's memory, and the source stays as it is
     reports = []
     for entry in entries:
         with prefixed_usage_error(f"{source}: "):
             rows = _repair_rows(entry)
         removed = _recenter(entry.matrix) if entry.role in moved else None
         reports.append(RepairedMatrix(entry.role, rows, removed))
+    # 3. The copy, which appears once it is complete
     out.parent.mkdir(parents=True, exist_ok=True)
     if model is None:
         array = io.BytesIO()

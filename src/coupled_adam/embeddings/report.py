@@ -182,7 +182,7 @@ def _resolve(
     token_ids: TokenIds | None,
     keep: Tensor | NDArray[Any] | None,
 ) -> _Inputs:
-    """Find and check what :func:`analyze` is given."""
+    """Find and check what :func:`analyze` is given; ``counts`` and ``keep`` are [V]."""
     # The files of a model or a run, which also has counts.
     if isinstance(embeddings, str | Path):
         own_counts = Path(embeddings) / COUNTS

@@ -44,4 +44,4 @@ class EmbeddingMeasures(TrainerCallback):
                 self.trainer.log(measures)
                 control.should_log = is_due  # log withdraws it, but the trainer is yet to log
 
-    on_train_begin = on_step_end
+    on_train_begin = on_step_end  # step 0 is always due

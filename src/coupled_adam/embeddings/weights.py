@@ -69,6 +69,7 @@ def _known_format(path: Path) -> str:
     """What a file is and what to do, if people bring its format and it is not read here."""
     with readable(f"{path}: cannot be read"), path.open("rb") as file:
         start = file.read(4096)
+    # By the content, since these files have any name.
     line = start.partition(b"\n")[0].rstrip()
     if not start:
         return "is empty: it has 0 bytes"

@@ -23,5 +23,6 @@ def coupled_adamw(model: nn.Module, config: dict[str, Any]) -> CoupledAdamW:
     return CoupledAdamW(model, **{key: config[key] for key in config if key != "name"})
 
 
+# torchrun runs this module in each process, in which the name is then registered.
 if __name__ == "__main__":
     main()

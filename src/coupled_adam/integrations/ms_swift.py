@@ -16,6 +16,7 @@ class CoupledAdamWCallback(OptimizerCallback):
 
     def create_optimizer(self, model: nn.Module | None = None) -> CoupledAdamW:
         """What ms-swift calls in place of the trainer's own method."""
+        # args have optim_args, from which the factory takes embeddings=lean.
         return CoupledAdamWFactory()(self.trainer.model if model is None else model, self.args)
 
 

@@ -38,6 +38,7 @@ def default_coupled_adamw(
     ``embeddings`` is as in :func:`coupled_adam.param_groups`.
     """
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
+    # torchtitan gives each group all of its options, and knows no lr_factor.
     coupled = {**options, "weight_decay": 0.0, **embedding_options(embeddings)}
     coupled |= {"lr": coupled["lr"] * coupled.pop("lr_factor", 1.0), "coupled": True}
     return CoupledOptimizersContainer.Config(

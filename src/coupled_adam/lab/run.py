@@ -135,6 +135,7 @@ class Run:
         """The arm itself: its optimizer with all options."""
         return self.recipe.arms[self.arm]
 
+    # Cached, as a report asks many times; who adds to the file calls read_evaluation() itself.
     @functools.cached_property
     def evaluation(self) -> dict[str, Any]:
         """The content of ``evaluation.json``; empty before the first evaluation."""

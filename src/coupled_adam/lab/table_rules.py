@@ -17,6 +17,9 @@ from torch import Tensor
 Group = dict[str, Any]
 State = dict[str, Tensor]
 
+# Each rule takes the gradient g [V, H], and returns what is subtracted from the table, [V, H].
+# Entries of the state are [V, H], too, unless a comment says otherwise.
+
 
 def sgd(g: Tensor, group: Group, state: State) -> Tensor:
     """SGD with momentum (Algorithm 2 of arXiv 2502.08441)."""

@@ -248,7 +248,7 @@ def _mean(v: Tensor, dim: int) -> Tensor:
 
 
 def _mean_of(vector: Tensor) -> float:
-    """The mean of what is finite in a vector; 0 if nothing is."""
+    """The mean of what is finite in a vector, [H] or [V]; 0 if nothing is."""
     values = sharded.full_tensor(vector)
     mean: float = values[values.isfinite()].mean().nan_to_num().item()
     return mean

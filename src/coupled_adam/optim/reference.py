@@ -148,7 +148,7 @@ def column_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
 
 
 def finite_sum(nu: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the columns whose squares have not overflowed, and their number, 0-dim each."""
+    """The sum of the columns of nu [H] that have not overflowed, and their number, 0-dim each."""
     is_finite = ~nu.isinf()
     return torch.where(is_finite, nu, 0.0).sum(), is_finite.sum()
 
@@ -185,7 +185,7 @@ def scaled_gradient(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
 
 
 def moment(matrix: CoupledMatrix, grad: Tensor) -> Tensor:
-    """Update m, and return it; without one, the gradient."""
+    """Update m [V, H] with the gradient [V, H], and return it; without m, the gradient."""
     exp_avg, weight = matrix.exp_avg, 1 - matrix.beta1
     if exp_avg is None:
         return grad
@@ -196,7 +196,10 @@ def moment(matrix: CoupledMatrix, grad: Tensor) -> Tensor:
 
 
 def scaled(squares: Tensor, factor: float | Tensor) -> Tensor:
-    """The sums of (factor g)^2; 0 if the factor is 0, even where a sum has overflowed to inf."""
+    """The sums of (factor g)^2 from those of g^2, [H] or [V].
+
+    They are 0 if the factor is 0, even where a sum has overflowed to inf.
+    """
     if isinstance(factor, Tensor):
         return torch.where(factor == 0, 0.0, squares * factor.square())
     return squares * factor**2 if factor else torch.zeros_like(squares)
@@ -209,6 +212,7 @@ def _decayed(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
 
 
 def _write(matrix: CoupledMatrix, values: Tensor, scalars: Scalars) -> None:
+    """Round values [V, H] into the parameter, unless they are the parameter itself."""
     if scalars.noise is not None:
         round_(matrix.param, values, scalars.noise)
 
@@ -222,7 +226,7 @@ def _seen(beta2: float | Tensor, t: float | Tensor) -> float | Tensor:
 
 
 def _averaged(old: Tensor, mean_square: Tensor, beta2: float | Tensor) -> Tensor:
-    """An average of squares one step on.
+    """An average of squares, [H] or [V], one step on.
 
     In double precision where the device has it: in single precision beta2 is rounded, and no longer
     1 minus the share of the new square.

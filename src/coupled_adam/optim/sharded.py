@@ -38,7 +38,7 @@ def to_local(x: Tensor) -> Tensor:
 
 
 def global_offset(matrix: Tensor) -> tuple[int, int]:
-    """The row and column, in the full matrix, of the first element of this rank's part."""
+    """The row and column, in the full matrix [V, H], of the first element of this rank's part."""
     if not is_dtensor(matrix):
         return 0, 0
     from torch.distributed.tensor import DTensor
@@ -118,7 +118,7 @@ def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
 
 
 def add_up(total: Tensor, ranks: Ranks) -> "tuple[Tensor, Work | None]":
-    """Add a vector, on any device, over ranks: one dimension or process group after the other.
+    """Add a vector [n], on any device, over ranks: one dimension or process group after another.
 
     The vector that is returned is the sum once the work has been waited for.
     """
@@ -151,7 +151,7 @@ def _process_group(ranks: Any) -> "ProcessGroup":
 
 
 def mean_over(values: Tensor, dim: int) -> Tensor:
-    """The mean of a matrix over a dimension, with the layout of :func:`moment_placements`.
+    """The mean of a matrix [V, H] over a dimension, laid out by :func:`moment_placements`.
 
     If the dimension is sharded, this takes one all-reduce.
     """
@@ -167,16 +167,17 @@ def mean_over(values: Tensor, dim: int) -> Tensor:
 
 
 def zero_moment(p: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for a mean of a DTensor over a dimension, laid out by :func:`moment_placements`."""
+    """Zeros for a mean of a DTensor [V, H] over a dimension, as :func:`moment_placements` says."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(p, DTensor)
+    # From the local part, so that no rank ever has zeros for the whole.
     local = torch.zeros(p.to_local().shape[1 - dim], dtype=dtype, device=p.device)
     whole: Tensor = DTensor.from_local(
         local,
         p.device_mesh,
         moment_placements(p, dim),
-        shape=p.shape[1 - dim : 2 - dim],
+        shape=p.shape[1 - dim : 2 - dim],  # [H] for the mean over V; shards may differ in size
         stride=(1,),
     )
     return whole.to(p.device)  # FSDP2 can keep parameters on the host

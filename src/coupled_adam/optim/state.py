@@ -209,7 +209,7 @@ def entries(group: Group) -> dict[str, int | None]:
 
 
 def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
-    """The shape of an entry for ``p``, or for all matrices of which ``p`` holds pieces."""
+    """The shape of an entry for ``p`` [V, H], or for all matrices of which ``p`` holds pieces."""
     if dim is None:
         return p.shape
     # Of several matrices in one flat parameter, the vectors are one behind the other.
@@ -222,7 +222,7 @@ def moment_dtype(p: Tensor) -> torch.dtype:
 
 
 def new_moment(group: Group, p: Tensor, dim: int) -> Tensor:
-    """Zeros for a second moment, the mean of ``p`` over a dimension."""
+    """Zeros for a second moment, the mean of ``p`` [V, H] over a dimension: [H] or [V]."""
     if sharded.is_dtensor(p):
         return sharded.zero_moment(p, dim, moment_dtype(p))
     return torch.zeros(entry_shape(group, p, dim), dtype=moment_dtype(p), device=p.device)
@@ -237,6 +237,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     Raises:
         RuntimeError: if an entry is missing or does not fit. Nothing has been changed.
     """
+    # 1. What is there
     p, dims = group["params"][index], entries(group)
     if state.keys() & MOMENTS:
         for name, dim in dims.items():
@@ -254,6 +255,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         _refuse_capture(p)
         _warn_of_rows_without_gradient(group, index)
         state.setdefault("step", _zero_step(group, p))
+    # 2. What ends, and what begins: momentum, or all of a new state
     for name in MOMENTS - dims.keys():
         state.pop(name, None)
     for name, dim in dims.items():

@@ -74,8 +74,8 @@ def update(
 
     Args:
         matrices: the matrices.
-        factor: the gradients are multiplied with it; None for 1.
-        found_inf: GradScaler's flag; nothing is changed unless it is 0.
+        factor: the gradients are multiplied with it, 0-dim or [1]; None for 1.
+        found_inf: GradScaler's flag, likewise; nothing is changed unless it is 0.
         pending: takes the sums that the next step needs.
     """
     coupled: list[CoupledMatrix] = []
@@ -193,14 +193,17 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def _add_up(vectors: Sequence[tuple[CoupledMatrix, Tensor, Ranks]]) -> Reduction:
-    """Start to add vectors over ranks, each with one number more: how many have a gradient."""
+    """Start to add vectors [n] over ranks, each with one number more: how many have a gradient."""
     return Reduction(
         [(pad(vector, (0, 1), value=float(m.has_gradient)), ranks) for m, vector, ranks in vectors]
     )
 
 
 def _is_stepping(matrix: CoupledMatrix, total: Tensor) -> bool:
-    """Whether any rank has a gradient; the host only waits for the number where this has none."""
+    """Whether any rank has a gradient, by what :func:`_add_up` has counted, the last number.
+
+    The host only waits for the number where this rank has none.
+    """
     return matrix.has_gradient or bool(total[-1] != 0)
 
 

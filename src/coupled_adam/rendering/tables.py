@@ -193,6 +193,7 @@ def _latex_text(text: str) -> str:
 
 def _latex_header(text: str) -> str:
     """Escape a header, with its symbols as formulas."""
+    # Neighbouring symbols become one formula, as of ‖μ‖ʳ.
     symbol = "|".join(_SYMBOLS)
 
     def formula(symbols: re.Match[str]) -> str:
@@ -203,13 +204,14 @@ def _latex_header(text: str) -> str:
 
 def fixed(number: float, decimals: int) -> str:
     """A number with this many decimals, and without a minus before a zero."""
-    return f"{round(number, decimals) + 0.0:.{decimals}f}"
+    return f"{round(number, decimals) + 0.0:.{decimals}f}"  # -0.0 + 0.0 is 0.0
 
 
 def short(number: float) -> str:
     """Abbreviate a number to three digits: 123456789 becomes 123M."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
+            # Through float(), since .3g alone may write 1e+03.
             return f"{float(f'{number / size:.3g}'):g}{unit}"
     return f"{number:g}"
 

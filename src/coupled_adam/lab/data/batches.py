@@ -34,13 +34,13 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.tokens = tokens
+        self.tokens = tokens  # [tokens], which may be a file of many gigabytes
         self.length = recipe.training.sequence_length
         self.batch_size = recipe.training.batch_size
         self.steps = recipe.steps
         self.seed = seed
         self.rank, self.world_size = rank, world_size
-        self.position = 0
+        self.position = 0  # how many batches have been returned
 
     def __len__(self) -> int:
         return self.steps

@@ -25,6 +25,7 @@ def evaluation_table(result: Mapping[str, Any], name: str) -> Table:
         rows.append(alone("test loss, nats per token", "L", f"{result['test_loss']:.4f}"))
         if result.get("test_tokens") is not None:
             rows.append(alone("tokens of the test loss", "", f"{result['test_tokens']:,}"))
+    # measure_rows() reads dicts, too: an evaluation may have been written by another version.
     rows += measure_rows([*sides.values()])
     similarity, tasks = result.get("word_similarity"), result.get("lm_eval")
     if similarity is not None:

@@ -97,6 +97,7 @@ def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
             "unigram probability p̃, and A p̃ fitted to the logarithms (after Fig. 4 of arXiv "
             "2502.08441).",
         )
+    # The two sweeps of the paper, if more than one value has been tried.
     scaled, sgd = "Scaled Coupled Adam (Sec. 6.1)", "SGD for the embeddings (Table 7)"
     for file, optimizer, option, xlabel, title in (
         ("scale", "coupled_adam", "second_moment_scale", "n (ν is scaled by 2⁻ⁿ)", scaled),

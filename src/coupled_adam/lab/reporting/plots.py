@@ -93,7 +93,7 @@ def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
 
 
 def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
-    """A and R^2 of the least-squares fit y = A x; R^2 is NaN if all y are equal."""
+    """A and R^2 of the least-squares fit y = A x, [n] each; R^2 is NaN if all y are equal."""
     a = float(x @ y / (x @ x))
     residual = float(((y - a * x) ** 2).sum())
     variation = float(((y - y.mean()) ** 2).sum())

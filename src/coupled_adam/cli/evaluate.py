@@ -59,9 +59,9 @@ def run(options: Options) -> None:
     from coupled_adam.runs import EVALUATION, is_run
 
     check_outputs(options.overwrite, out=options.out)
-    # What is loaded here, such as the data of tasks, would otherwise fail after hours.
     published, written = options.word_similarity, options.out
     model, folder = options.model, Path(options.model)
+    # Loaded at once: a misspelt task, or a set that is missing, would otherwise show after hours.
     asked: dict[str, Any] = {
         "batches": options.batches,
         "device": options.usable_device(),

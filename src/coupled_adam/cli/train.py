@@ -46,8 +46,8 @@ def run(options: Options) -> None:
         recipe = options.recipe_of(read_run(options.out).recipe.to_dict())
     else:
         recipe = options.recipe_of(load_values(options.recipe or DEFAULT_RECIPE))
-    # As in a comparison, so that runs of several jobs can be reported, or resumed, as one.
     arm, seed = arm_name(options.arm, recipe), options.seed
+    # Where a comparison would put it, so that one report has the runs of several jobs.
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
     comparison.train_and_evaluate(
         Run(recipe, arm, seed, folder),

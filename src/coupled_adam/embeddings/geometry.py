@@ -103,7 +103,7 @@ def mean_and_norms(embeddings: Embeddings, keep: Mask | None = None) -> tuple[Te
         # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
         start += len(block)
-    return torch.as_tensor(total) / len(norms), norms  # the mean is on the matrix's device
+    return torch.as_tensor(total) / len(norms), norms  # on the matrix's device, on the CPU
 
 
 def gram(embeddings: Embeddings, mean: Tensor | float = 0.0, keep: Mask | None = None) -> Tensor:

@@ -145,7 +145,7 @@ class UndertrainedReport:
     def numbers(self) -> dict[str, Any]:
         """The counts of each category, and all rows that are named, as plain values."""
         result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
-        alike = {*result.alike.tolist()}  # a set, as thousands may be asked for
+        alike = {*result.alike.tolist()}  # there may be thousands
         # Plain values throughout: this becomes JSON, and the table is made of it, too.
         tokens = [
             {

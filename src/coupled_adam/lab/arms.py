@@ -54,8 +54,8 @@ class Arm:
     @property
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        # Of default_factory, as of rule_options, the default is a mark that equals no value; these
-        # count as given.
+        # A field with a default_factory, as rule_options, has no default to compare with, and always
+        # counts as given.
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {field.name: x for field, x in values.items() if x != field.default}
 

@@ -239,7 +239,7 @@ def as_python_number(value: float | Tensor, no_host_reads: bool) -> float | Tens
     """
     if not isinstance(value, Tensor):
         return value
-    # Of no dimensions, so that it broadcasts: torch takes rates of shape [1], too.
+    # 0-dim, as it broadcasts over any shape then: torch takes rates of shape [1], too.
     return value.item() if value.is_cpu and not no_host_reads else value.reshape(())
 
 

@@ -50,8 +50,8 @@ def open_source(data: Data, vocab_size: int) -> Source:
             # Also by the ranges, which max_tokens and the cut for a test split change.
             fingerprint = content_hash([content_digest(used), ranges])
         return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
-    # Documents; what identifies them is known before they are read, so that a corpus in the cache
-    # needs no reading.
+    # Documents are read once they are iterated over: a corpus in the cache needs what identifies
+    # them alone.
     if data.hub is not None:
         name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
         names = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}

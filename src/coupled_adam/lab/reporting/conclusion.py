@@ -26,7 +26,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
         recipe = f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else ""
         text = " ".join(_sentences(experiment))
         paragraphs.append(recipe + _with_short_names(text, experiment.run))
-    # Those of a copy (the same arm and seed) are neither, and only listed on the page.
+    # What else is left out, such as the copy of a run, is only listed on the page.
     for start, fate in (
         ("diverged", "diverged and cannot be compared."),
         ("not ", "not finished or evaluated yet, and not used."),

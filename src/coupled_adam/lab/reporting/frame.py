@@ -153,7 +153,7 @@ def _baseline(experiment: pd.DataFrame) -> Arm | None:
     """
     adamws = experiment[experiment.optimizer == "adamw"]
     arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
-    # Without a validation loss, as of an old log, only if there is no other.
+    # An arm without a validation loss in its logs is chosen only if there is no other.
     complete = arms[arms["size"] == arms["size"].max()]["mean"].fillna(math.inf)
     return None if adamws.empty else complete.idxmin()
 

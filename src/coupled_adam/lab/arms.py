@@ -54,7 +54,7 @@ class Arm:
     @property
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        # A field with a default_factory, as rule_options, has no default to compare with, and always
+        # A field with a default_factory, as rule_options, has no default to compare with: it always
         # counts as given.
         values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {field.name: x for field, x in values.items() if x != field.default}

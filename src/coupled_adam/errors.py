@@ -33,7 +33,7 @@ class DivergedError(TrainingError):
     """Raised if the loss or the gradient is not finite at ``step``, counted from 1."""
 
     def __init__(self, message: str, step: int) -> None:
-        super().__init__(message, step)
+        super().__init__(message, step)  # both, so that pickle, between processes, can make it anew
         self.step = step
 
     def __str__(self) -> str:

@@ -62,5 +62,6 @@ def parse_step(path: Path) -> int | None:
 
 def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
+    # By number: as a text, step-10 would come before step-9.
     steps = {parse_step(path.with_suffix("")): path for path in folder.glob(f"step-*{suffix}")}
     return {step: steps[step] for step in sorted(step for step in steps if step is not None)}

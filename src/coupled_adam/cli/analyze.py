@@ -149,6 +149,7 @@ def _answers(options: Options, analyses: Sequence[Analysis]) -> list[Answer]:
     """The neighbours and the duplicates of each matrix."""
     from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
 
+    # Matrix by matrix, so that the tables of one stand together.
     answers = []
     for entry in analyses:
         if options.neighbours:
@@ -192,6 +193,7 @@ def _folders_to_ask(options: Options) -> dict[str, Path]:
     from coupled_adam.embeddings.repair import model_folder
 
     folders = {}
+    # Before the measures, as a model or a tokenizer may be missing, or has to be downloaded.
     for model in options.models:
         if Path(model).is_file():
             raise UsageError(

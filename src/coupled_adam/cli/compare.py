@@ -44,6 +44,7 @@ class Options(RunOptions):
             typed = " ".join(["--seeds", *map(str, self.seeds)])
             require(self.seeds not in ([], [0]), f"{typed}: there must be at least one seed")
             require(len({*self.seeds}) == len(self.seeds), f"{typed}: a seed is given twice")
+            # A single number is how many, as in --seeds 3; several are the seeds themselves.
             is_number = len(self.seeds) == 1
             seeds = [*range(1, self.seeds[0] + 1)] if is_number else sorted(self.seeds)
         arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}

@@ -101,7 +101,7 @@ def _shards(source: str, index: Mapping[str, Any], is_wanted: Wanted) -> list[st
 
 def _join(source: str, shards: Sequence[Weights], config: Mapping[str, Any]) -> Weights:
     """The tensors of several files as those of one."""
-    places = {name: shard for shard in shards for name in shard.shapes}
+    places = {name: shard for shard in shards for name in shard.shapes}  # which has a tensor
     shapes = {name: shard.shapes[name] for name, shard in places.items()}
     return Weights(source, shapes, lambda name: places[name].read(name), config)
 

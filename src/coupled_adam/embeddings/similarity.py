@@ -209,11 +209,12 @@ def similarity_of(
     words: Sequence[str], vectors: Array, sets: Sets, floor: float = 0.0
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
-    norms = np.linalg.norm(vectors, axis=1)
+    norms = np.linalg.norm(vectors, axis=1)  # [words]
     directions = {
         word: vector / norm for word, vector, norm in zip(words, vectors, norms) if norm > floor
     }
     scores = {name: _score(entry, directions) for name, entry in sets.items()}
+    # A mean over fewer sets could not be compared with others.
     if not scores or any(score.r is None for score in scores.values()):
         return WordSimilarityReport(scores, None, None)
     means = (

@@ -90,7 +90,7 @@ def verify(
     The tokens are put into the prompts by their ids, so that none is split. Raises UsageError if
     the model takes too few tokens (``length`` is how many), or a logit is not finite.
     """
-    tokens = np.concatenate([rows, controls])
+    tokens = np.concatenate([rows, controls])  # [n + m]
     prompts = list(_prompts(tokenizer, min(length, _LONGEST)))
     if not prompts:
         raise UsageError(
@@ -130,8 +130,8 @@ def _repeated(
 ) -> Array:
     """The probability of each token [n] after the prompt that is filled with it."""
     places = torch.tensor([piece is None for piece in prompt])
-    ids = torch.tensor([piece or 0 for piece in prompt]).repeat(len(tokens), 1)
-    asked = torch.from_numpy(tokens)[:, None]
+    ids = torch.tensor([piece or 0 for piece in prompt]).repeat(len(tokens), 1)  # [n, length]
+    asked = torch.from_numpy(tokens)[:, None]  # [n, 1]
     ids = torch.where(places, asked, ids).to(model.device)
     # All positions' logits of a large vocabulary would take gigabytes.
     only_last = "logits_to_keep" in inspect.signature(model.forward).parameters

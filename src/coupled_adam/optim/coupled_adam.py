@@ -209,6 +209,7 @@ class CoupledAdam(torch.optim.Adam):
 
     def _complete_groups(self) -> None:
         """Complete the groups that come from elsewhere: assigned, appended, or of AdamW."""
+        # In every step, as nothing tells when a group is assigned; it compares keys alone.
         for group in self.param_groups:
             if not group.keys() >= self.defaults.keys():
                 complete(group, self.defaults)
@@ -221,6 +222,7 @@ class CoupledAdam(torch.optim.Adam):
         checkpoint into it. Existing states, parameters and gradients are not changed.
         """
         self._complete_groups()
+        # torch makes states only for parameters with gradients, and so does _init_group.
         for group in self.param_groups:
             without_grad = [p for p in group["params"] if p.requires_grad and p.grad is None]
             try:

@@ -253,6 +253,7 @@ def _find_blocks(matrices: Iterable[ModelMatrix], sequences: set[str] | None = N
                     ".".join(x) for x in (components[:i], components[: i + 1], components[i + 1 :])
                 )
                 items.setdefault((before, after), []).append((m, f"{item}."))
+    # A list with one item is taken for a list of blocks, unless it may be a pipeline.
     for (before, _), alike in items.items():
         if len(alike) > 1 or not (sequences is None or before in sequences):
             for m, item in alike:
@@ -414,6 +415,7 @@ def _alike(
     tables = [m for m in rest if "table" in m.kinds and not m.blocks]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
+    # From what is certain by its kind to what only its size suggests.
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
         if not is_table and "linear" not in m.kinds:  # hand-written: either dimension may be V

@@ -108,6 +108,7 @@ class Table:
                 min_width=None if is_text else width,
                 max_width=None if index else max(width, 30),
             )
+        # A title between rows has an empty line above it, except at the top.
         for number, row in enumerate(rows):
             if not isinstance(row, str):
                 table.add_row(
@@ -140,7 +141,7 @@ class Table:
         """The table in LaTeX, for the package booktabs; symbols in headers become formulas."""
         sides = "".join("l" if index in self.left else "r" for index in range(len(self.columns)))
         lines = [" & ".join(map(_latex_header, self.columns)) + r" \\"]
-        if self.rows and not isinstance(self.rows[0], str):
+        if self.rows and not isinstance(self.rows[0], str):  # a title has a rule of its own
             lines.append(r"\midrule")
         for row in self.cells():
             if not isinstance(row, str):

@@ -52,6 +52,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE."""
+    # All 256 bytes are tokens from the start, so that no text is unknown to it.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,6 +124,7 @@ def write_tokens(
 def _assigned(source: Source, own_split: str, data: Data) -> Iterator[tuple[str, str]]:
     """Yield the pairs (split, document) of the documents that a split of the source has."""
     for document in source.documents[own_split]:
+        # Held-out documents come out of the training split, unless the source has a split of them.
         split = held_out_split(document, data.held_out) if own_split == "train" else own_split
         yield own_split if split in source.documents else split, document
 

@@ -37,11 +37,13 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     written: list[int] = []
     for _ in tqdm(range(tokens), "tokens", disable=None, leave=False, delay=1):
+        # [1, tokens]; without a cache, which a window that moves on could not use.
         window = torch.tensor([(ids + written)[-length:]], device=model.device)
         logits = model(input_ids=window, use_cache=False).logits[0, -1, :vocab_size].double().cpu()
         require(logits.isfinite().all(), f"{model.name_or_path}: a logit is not finite")
         token = int(logits.argmax())
         if temperature > 0:
+            # In float64 and on the CPU, as all devices are to draw the same tokens.
             probabilities = (logits / temperature).softmax(0)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         if token == tokenizer.eos_token_id:

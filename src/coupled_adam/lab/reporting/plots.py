@@ -67,6 +67,7 @@ def plot_drift(
         ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
     ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if metric == "mean_norm_ratio" else "‖μ‖"
     ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
+    # From 0, where the mean of LEAN and Coupled Adam stays.
     ax.set_ylim(0)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
@@ -188,6 +189,7 @@ def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None
 
 def plot_map(ax: Axes, frame: pd.DataFrame) -> None:
     """Plot each experiment at its number of tokens and of parameters."""
+    # The line reaches beyond the experiments, so that a single one has some, too.
     sizes = frame[["tokens", "parameters"]].drop_duplicates()
     line = np.array([sizes.tokens.min() / 2, sizes.tokens.max() * 2])
     ax.plot(line, line / 20, color="grey", linestyle="--", label="N = D / 20")

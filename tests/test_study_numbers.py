@@ -656,8 +656,8 @@ def test_64k_tokens_in_a_step():
             best = min(tried, key=lambda name: first(question, name))
             losses.append(first(question, best, "documents"))
     said(
-        "In 75 steps of 64k tokens (n = 9, ...) AdamW has # with momentum and # without ... and after "
-        "300 such steps # and #",
+        "In 75 steps of 64k tokens (n = 9, ...) AdamW has # with momentum and # without ... and "
+        "after 300 such steps # and #",
         *losses,
     )
 

@@ -48,9 +48,10 @@ gpu-compile-%: $(VENV)/installed
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-# Training frameworks for tests/frameworks, which skips those that are not installed.
+# Training frameworks for tests/frameworks, which skips those that are not installed. They are compiled
+# as far as a test imports them, which is a small part.
 $(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
-	$(PIP) --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+	$(PIP) --quiet --no-deps --no-compile --upgrade --target $@ --requirement tests/frameworks/requirements.txt
 	touch $@
 
 # The site, in site/; a link that leads nowhere is an error.

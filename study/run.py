@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import fnmatch
+import functools
 import json
 import multiprocessing
 import os
@@ -48,6 +49,12 @@ class Paths:
     held_out: tuple[Path, ...] = ()
 
 
+@functools.cache
+def base_recipe() -> Recipe:
+    """What all recipes of the study extend, read once."""
+    return load_recipe(str(HERE / "english.yaml"))
+
+
 def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
     """Create the complete recipe of an entry's runs."""
     values: dict[str, Any] = {**entry.overrides, "arms": {entry.arm["optimizer"]: dict(entry.arm)}}
@@ -55,7 +62,7 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
         values["variant"] = f"{__package__}.{entry.variant}"
     if text is not None:
         values["data.text"] = text
-    return override(load_recipe(str(HERE / "english.yaml")), values)
+    return override(base_recipe(), values)
 
 
 def run(question: str, name: str, seed: int, paths: Paths, execution: Execution) -> dict[str, Any]:

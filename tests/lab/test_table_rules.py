@@ -218,5 +218,6 @@ def test_rules_and_options_that_do_not_exist():
         ARMS["table_rule"](rule="embr")
     with pytest.raises(UsageError, match=r"rule_options.zerosum is no option of ember: .*zero_sum"):
         ARMS["table_rule"](rule="ember", rule_options={"zerosum": True})
+    assert "rule_options" not in ARMS["table_rule"](rule="ember").options  # a page shows these
     label = ARMS["table_rule"](rule="ember", rule_options={"zero_sum": True}).label
     assert label == "ember, zero_sum 1"

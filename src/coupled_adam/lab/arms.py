@@ -54,10 +54,14 @@ class Arm:
     @property
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        # A field with a default_factory, as rule_options, has no default to compare with: it always
-        # counts as given.
-        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {field.name: x for field, x in values.items() if x != field.default}
+        given = {}
+        for field in dataclasses.fields(self):
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:  # as of rule_options
+                default = field.default_factory()
+            if (value := getattr(self, field.name)) != default:
+                given[field.name] = value
+        return given
 
     @property
     def label(self) -> str:

@@ -603,6 +603,14 @@ def test_what_the_page_says_of_one_pass():
         said("(# ± #, five seeds)", middle, half_width, page=page)
     slower = ("betas_longer", "adamw 0 0.999 n=1")
     assert mean(*ADAMW_LONGER) < mean(*slower)
+    at_rates = [
+        first("betas_longer", f"adamw {betas} n={n}")
+        for betas in ("0 0.99", "0.9 0.999")
+        for n in (0, 1, 2)
+    ]
+    said("2 is #, # and # at 0, 0.99, and #, # and # at 0.9, 0.999 (0.37M", *at_rates)
+    slow, fast = (first("betas_longer", f"adamw 0.9 0.999 n={n}", "documents") for n in (1, 2))
+    said("loss on documents is # lower than at n = 1", slow - fast)
     said(
         "higher**: with 0.37M parameters by # after 2,400 steps (n = 4 and 5, three seeds each)",
         mean(*LEAN) - mean(*ADAMW),

@@ -14,7 +14,9 @@ file.
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -217,8 +219,8 @@ PARTS = {"tests": tests, "steps": steps, "host": host, "training": training}
 def environment() -> dict[str, Any]:
     """The software and hardware."""
     packages = {"torch": torch.__version__}
-    if (triton := sys.modules.get("triton")) is not None:
-        packages["triton"] = triton.__version__
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        packages["triton"] = importlib.metadata.version("triton")  # imported by the first step only
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {

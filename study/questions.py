@@ -433,14 +433,17 @@ def _settings() -> dict[str, Entry]:
 
 def _row_moments() -> dict[str, Entry]:
     """One moment for each row, without LEAN's for each column, at the n that LEAN's loss chose."""
-    chosen = (8, 6, 6, 5, 7, 8, 7, 7)
+    chosen = {
+        **{"1.2M": 8, "untied": 6, "rotary": 6, "H=32": 5},
+        **{"16k": 7, "64k": 8, "H=128": 7, "V=16384": 7},
+    }
     return {
         f"{setting} row_moment 0 0.99 n={n}": Entry(
             {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)},
-            overrides,
+            SETTINGS[setting][0],
             _variant("peers", "row_moment"),
         )
-        for (setting, (overrides, _)), n in zip(SETTINGS.items(), chosen, strict=True)
+        for setting, n in chosen.items()
     }
 
 

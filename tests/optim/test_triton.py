@@ -70,12 +70,13 @@ def test_blocks_are_read_ahead_16_bytes_at_a_time(dtype):
     """Gradient, parameter and mean update; of the row's moments, a thread has a few numbers."""
     with compiling("sm_90") as launches:
         take_steps("LEAN", 4096, dtype, "rows")
-    for launch in launches:
-        if launch.kernel == "_lean":
-            copies = re.findall(r"cp\.async\.c[ag]\S* [^;]*?\], (\w+),?", launch.binary.asm["ptx"])
-            widths = [int(width, 0) for width in copies]
-            assert widths.count(16) > 30
-            assert len(widths) - widths.count(16) <= launch.stages
+    passes = [launch for launch in launches if launch.kernel == "_lean"]
+    assert passes
+    for launch in passes:
+        copies = re.findall(r"cp\.async\.c[ag]\S* [^;]*?\], (\w+),?", launch.binary.asm["ptx"])
+        widths = [int(width, 0) for width in copies]
+        assert widths.count(16) > 30
+        assert len(widths) - widths.count(16) <= launch.stages
 
 
 @pytest.mark.slow

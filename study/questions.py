@@ -434,8 +434,14 @@ def _settings() -> dict[str, Entry]:
 def _row_moments() -> dict[str, Entry]:
     """One moment for each row, without LEAN's for each column, at the n that LEAN's loss chose."""
     chosen = {
-        **{"1.2M": 8, "untied": 6, "rotary": 6, "H=32": 5},
-        **{"16k": 7, "64k": 8, "H=128": 7, "V=16384": 7},
+        "1.2M": 8,
+        "untied": 6,
+        "rotary": 6,
+        "H=32": 5,
+        "16k": 7,
+        "64k": 8,
+        "H=128": 7,
+        "V=16384": 7,
     }
     return {
         f"{setting} row_moment 0 0.99 n={n}": Entry(

@@ -331,6 +331,9 @@ WIDER = {
 }
 """The arms of :mod:`study.wider` by what the page calls them, and the seed that chose the rate."""
 
+SECOND_RUN = range(6, 16)
+"""Its seeds; those of the first run are 1, which only chose rates, to 5."""
+
 
 def _wider() -> Table:
     """The validation loss by n with one seed, and what the chosen rate has in the second run."""
@@ -340,7 +343,7 @@ def _wider() -> Table:
         runs_by_n = {n: measured[f"{arm} n={n}"]["seeds"] for n in (0, 2, 4)}
         losses = {n: runs[seed]["valid_loss"] for n, runs in runs_by_n.items()}
         n = min(losses, key=losses.__getitem__)
-        second = [run for number, run in runs_by_n[n].items() if int(number) >= 6]
+        second = [run for number, run in runs_by_n[n].items() if int(number) in SECOND_RUN]
         test, mean = (
             shorthand([run[key] for run in second], 3) for key in ("test_loss", "mean_norm_ratio")
         )
@@ -362,7 +365,7 @@ def _wider_pairs() -> Table:
     rows = []
     for label, chosen in (
         ("2 to 5, first run", range(2, 6)),
-        ("6 to 15, second run", range(6, 16)),
+        ("6 to 15, second run", SECOND_RUN),
         ("both", range(2, 16)),
     ):
         pairs = [ours[seed] - theirs[seed] for seed in chosen]

@@ -544,6 +544,7 @@ def test_wider():
         rows("wider_pairs", WIDER)[1], (*runs, [*paired.values()]), strict=True
     ):
         average, low, high = middle_and_interval(pairs)
+        assert low < 0  # not "broken"
         assert numbers(each) == (pytest.approx(pairs, abs=6e-4) if each else [])
         shows(middle, average)
         assert numbers(interval) == pytest.approx([low, high], abs=6e-4)

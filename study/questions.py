@@ -279,10 +279,9 @@ def _arm(name: str) -> dict[str, Any]:
     """
     if name in ARMS:
         return ARMS[name]
-    if name == "lean":
-        return {**COUPLED, "row_exponent": LEAN["row_exponent"], "zero_sum": LEAN["zero_sum"]}
     exponent, *free = name.removeprefix("a=").split()
-    return {**COUPLED, "row_exponent": float(exponent), "zero_sum": not free}
+    row_exponent = LEAN["row_exponent"] if exponent == "lean" else float(exponent)
+    return {**COUPLED, "row_exponent": row_exponent, "zero_sum": not free}
 
 
 def _finalists(
@@ -431,25 +430,40 @@ def _settings() -> dict[str, Entry]:
     }
 
 
+CHOSEN = {
+    "1.2M": 8,
+    "untied": 6,
+    "rotary": 6,
+    "H=32": 5,
+    "16k": 7,
+    "64k": 8,
+    "H=128": 7,
+    "V=16384": 7,
+}
+"""The n that LEAN's validation loss chose in each setting."""
+
+
 def _row_moments() -> dict[str, Entry]:
     """One moment for each row, without LEAN's for each column, at the n that LEAN's loss chose."""
-    chosen = {
-        "1.2M": 8,
-        "untied": 6,
-        "rotary": 6,
-        "H=32": 5,
-        "16k": 7,
-        "64k": 8,
-        "H=128": 7,
-        "V=16384": 7,
-    }
     return {
         f"{setting} row_moment 0 0.99 n={n}": Entry(
             {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)},
             SETTINGS[setting][0],
             _variant("peers", "row_moment"),
         )
-        for setting, n in chosen.items()
+        for setting, n in CHOSEN.items()
+    }
+
+
+def _ember_and_free() -> dict[str, Entry]:
+    """LEAN without zero-sum updates at the n that its loss chose, and Ember at both n."""
+    return {
+        f"{setting} {name}": entry
+        for setting, (overrides, factors) in SETTINGS.items()
+        for name, entry in (
+            *_betas([("lean free", (0.0, 0.99), CHOSEN[setting])], **overrides).items(),
+            *_rules({"ember free": factors}, **overrides).items(),
+        )
     }
 
 
@@ -704,6 +718,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     ),
     "settings": _settings(),
     "row_moments": _row_moments(),
+    "ember_and_free": _ember_and_free(),
     "rate_rule": _rate_rule(RATE_SETTINGS),
     # Another text: run with more Wikipedia articles instead of TEXT.
     "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
@@ -721,6 +736,7 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
+    "ember_and_free",
     *(
         name
         for name in QUESTIONS

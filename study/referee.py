@@ -204,19 +204,23 @@ class Setting:
         return float(np.mean([lean[seed] - adamw[seed] for seed in adamw]))
 
 
+def best_rate(question: str, name: str, factors: Sequence[int]) -> tuple[int, Line]:
+    """The n with the lowest validation loss with seed 4, and its runs."""
+    lines = {n: Line("", question, f"{name} n={n}") for n in factors}
+    return min(lines.items(), key=lambda entry: by_seed(entry[1], "valid_loss").get(4, np.inf))
+
+
 def settings() -> list[Setting]:
     """The settings of :data:`SETTINGS` whose runs are complete."""
     complete = []
     for name, (_, factors) in SETTINGS.items():
-        chosen: list[int] = []
-        losses: list[Mapping[int, float]] = []
-        for arm in ("adamw 0 0.999", "lean 0 0.99"):
-            lines = {n: Line("", "settings", f"{name} {arm} n={n}") for n in factors}
-            valid = {n: by_seed(line, "valid_loss").get(4, np.inf) for n, line in lines.items()}
-            chosen.append(min(factors, key=lambda n: valid[n]))
-            losses.append(by_seed(lines[chosen[-1]], "test_documents"))
+        chosen = [
+            best_rate("settings", f"{name} {arm}", factors)
+            for arm in ("adamw 0 0.999", "lean 0 0.99")
+        ]
+        losses = [by_seed(line, "test_documents") for _, line in chosen]
         if all(len(seeds) == 3 for seeds in losses):
-            complete.append(Setting(name, (chosen[0], chosen[1]), (losses[0], losses[1])))
+            complete.append(Setting(name, (chosen[0][0], chosen[1][0]), (losses[0], losses[1])))
     return complete
 
 
@@ -243,6 +247,38 @@ def settings_table() -> Table:
     return Table(["setting", *header, "LEAN − AdamW", "p, paired"], rows)
 
 
+BESIDE_LEAN = (
+    ("one moment for each row", "row_moments", "row_moment 0 0.99"),
+    ("without zero-sum updates", "ember_and_free", "lean free 0 0.99"),
+    ("Ember", "ember_and_free", "ember free"),
+)
+"""What is compared with LEAN in each setting: its header, its question, and its runs."""
+
+
+def beside_lean_table() -> Table:
+    """Their loss on documents minus LEAN's with seed 4, each at its best rate that was tried."""
+    rows = []
+    differences: dict[str, list[float]] = {header: [] for header, *_ in BESIDE_LEAN}
+    for setting in settings():
+        lean = setting.losses[1][4]
+        cells = []
+        for header, question, name in BESIDE_LEAN:
+            n, line = best_rate(question, f"{setting.name} {name}", SETTINGS[setting.name][1])
+            loss = by_seed(line, "test_documents").get(4)
+            if loss is None:
+                cells.append("")
+                continue
+            differences[header].append(loss - lean)
+            cells.append(f"{loss - lean:+.3f} ({n})")
+        rows.append([setting.name, str(setting.factors[1]), *cells])
+    means = []
+    for tried in differences.values():
+        low, high = stats.ttest_1samp(tried, 0).confidence_interval()
+        means.append(f"{np.mean(tried):+.3f} ({low:+.3f} to {high:+.3f})")
+    rows.append(["mean", "", *means])
+    return Table(["setting", "LEAN's n", *differences], rows)
+
+
 def with_documents() -> list[Line]:
     """The rows of :data:`BETAS` that have a loss for each document."""
     return [line for line in BETAS if held_out(line)]
@@ -253,4 +289,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "documents": documents_table,
     "bands": bands_table,
     "settings": settings_table,
+    "beside_lean": beside_lean_table,
 }

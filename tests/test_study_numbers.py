@@ -801,6 +801,13 @@ def test_new_tokens():
             losses.append(run.get("test", run["valid"])["loss"])
     assert all(len(rates) >= 4 for rates in by_rate.values())
     # The best rate on validation is the one that has all seeds.
+    for frozen, sentence in (
+        (False, 'Train all rows with `LEAN | {"lr_factor": #}`'),
+        (True, "use # where a hook freezes the old rows"),
+    ):
+        for tied in (True, False):
+            rates = by_rate[tied, frozen, "LEAN"]
+            said(sentence, max(rates, key=lambda rate: len(rates[rate])), page=PRACTICE)
     loss = {
         setting: np.mean([losses for losses in rates.values() if len(losses) == 3])
         for setting, rates in by_rate.items()
@@ -828,6 +835,26 @@ def test_new_tokens():
         *(scratch["LEAN"] - usual, usual - scratch[momentum]),
         page=PRACTICE,
     )
+
+
+def test_the_mean_norm_at_the_end_of_each_run():
+    """What docs/practice.md says of the mean norm ratio: over all runs of the study."""
+    patterns = {
+        "AdamW": r"(?<!centered )\badamw\b",
+        "Coupled Adam": r"\bcoupled\b(?! input)",
+        "with `zero_sum`": r"\blean\b(?! free)|\ba=(?!.*free)",
+    }
+    ends = {name: [] for name in patterns}
+    for path in (ROOT / "study/results").glob("*.json"):
+        if path.stem not in ("accuracy", "movement", "muon_rates"):
+            for run, name in itertools.product(results(path.stem), patterns):
+                if re.search(patterns[name], run):
+                    kept = seeds(path.stem, run).values()
+                    ends[name] += [r["mean_norm_ratio"] for r in kept if "mean_norm_ratio" in r]
+    assert min(map(len, ends.values())) > 150
+    for name in ("AdamW", "Coupled Adam"):
+        said(f"| {name} | # to # |", min(ends[name]), max(ends[name]), page=PRACTICE)
+    said("| with `zero_sum`, ... below # here |", max(ends["with `zero_sum`"]), page=PRACTICE)
 
 
 def test_accuracy():

@@ -34,6 +34,7 @@ class TestTriton(EveryKernel):
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if INTERPRETED:
         shapes = ((1, 1), (1, 300), (300, 1), (9, 770), (33, 130))
+        several_blocks = (20, 40)
 
     @pytest.fixture(autouse=True)
     def kernel(self, monkeypatch):

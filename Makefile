@@ -46,12 +46,14 @@ gpu-compile-%: $(VENV)/installed
 	TRITON_CACHE_DIR=$(VENV)/triton-$*/cache PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
-PIP := $(BIN)/pip --disable-pip-version-check install
+PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
+# On all cores, where pip would use one; what some packages have for other versions of Python is no error.
+COMPILE = -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 
 # Training frameworks for tests/frameworks, which skips those that are not installed. They are compiled
 # as far as a test imports them, which is a small part.
-$(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
-	$(PIP) --quiet --no-deps --no-compile --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+$(VENV)/frameworks: $(VENV)/torch tests/frameworks/requirements.txt
+	$(PIP) --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
 	touch $@
 
 # The site, in site/; a link that leads nowhere is an error.
@@ -73,9 +75,11 @@ $(VENV)/torch: constraints.txt
 $(VENV)/demo: $(VENV)/torch $(SOURCES)
 	@echo "2 of 2: what the coupled-adam command needs, into $(VENV)"
 	$(PIP) --constraint constraints.txt --editable '.[lab]'
+	$(COMPILE)
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "2 of 2: what the command and all tests need, into $(VENV)"
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(COMPILE)
 	touch $@ $(VENV)/demo

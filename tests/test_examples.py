@@ -90,6 +90,7 @@ def test_huggingface_trainer(tmp_path):
     assert state["state"][table]["exp_avg_sq"].shape == (64,)
 
 
+@pytest.mark.slow
 def test_accelerate_loop(tmp_path):
     """Two processes over gloo are one with the same batches, up to the order of sums."""
     assert_continues(tmp_path, "accelerate_loop.py", steps=30, stop_after=12)
@@ -98,10 +99,12 @@ def test_accelerate_loop(tmp_path):
     torch.testing.assert_close(two_processes, one_process, rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_lightning_module(tmp_path):
     assert_continues(tmp_path, "lightning_module.py", steps=40, stop_after=20)
 
 
+@pytest.mark.slow
 def test_muon():
     _, coupled_loss, coupled = run("muon.py", "--steps", 50)
     _, adamw_loss, adamw = run("muon.py", "--steps", 50, "--embeddings", "adamw")

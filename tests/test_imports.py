@@ -89,7 +89,6 @@ LARGE = ("torch", "jax", "transformers", "lightning", "matplotlib", "datasets", 
         (["compare", "--help"], set()),
         (["recipes"], set()),
         (["analyze", "matrix.npy"], {"torch", "scipy"}),
-        (["analyze", "matrix.npy", "--json"], {"torch", "scipy"}),
     ],
 )
 def test_a_command_imports_only_what_it_needs(arguments, needed, tmp_path):

@@ -723,7 +723,7 @@ def test_the_mean_over_settings():
 
 
 def test_embeddings_that_decay():
-    """What docs/optimizer.md says of AdamW's loss: no difference, at either rate, is significant."""
+    """What docs/optimizer.md says of AdamW: at neither rate is a difference significant."""
     for lr in ("0.005", "0.02"):
         names = ("alternatives", f"lr={lr} weight_decay"), ("learning_rate", f"lr={lr} adamw")
         assert p_of_pairs(differences(*names, "test")) > 0.05

@@ -61,6 +61,7 @@ def test_samples_are_taken_in_turn():
     assert rounds[:2] == [(1.0, 2.0, 3.0), (5.0, 4.0, 6.0)]
 
 
+@pytest.mark.slow
 def test_command(tmp_path, monkeypatch, capsys):
     """As a user runs it: a table, or JSON alone, and a picture."""
     picture = tmp_path / "bench.png"

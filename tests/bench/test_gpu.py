@@ -62,6 +62,7 @@ def test_needs_a_gpu(gpu, tmp_path):
     assert not (tmp_path / "gpu.json").exists()
 
 
+@pytest.mark.slow
 def test_a_part(gpu, tmp_path):
     """Each can be had by itself, and is written as the page's table reads it."""
     result = gpu(*SMALL, "--parts", "host")

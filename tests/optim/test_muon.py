@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import decoders
-from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups
+from coupled_adam import (
+    LEAN,
+    CoupledAdamW,
+    MuonWithCoupledAdam,
+    param_groups,
+    to_adam_state_dict,
+)
 from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
@@ -136,6 +142,22 @@ def test_a_state_of_the_other_optimizer():
         optimizer.load_state_dict(own_groups(optimizer, only_bias))
 
 
+def test_back_to_adamw():
+    """Muon's momentum is left out, and torch's AdamW begins its matrices anew."""
+    model = decoder()
+    optimizer = MuonWithCoupledAdam(model)
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    adamw = torch.optim.AdamW([{"params": g["params"]} for g in optimizer.param_groups])
+    adamw.load_state_dict(to_adam_state_dict(saved))
+    hidden = model.block[0].weight
+    assert {*adamw.state} == {*optimizer.state} - {*optimizer.param_groups[0]["params"]}
+    assert not {"ns_steps", "momentum", "nesterov"} & adamw.param_groups[0].keys()
+    train(model, adamw, [2])
+    assert adamw.state[hidden]["step"] == 1
+    assert adamw.state[model.embed.weight]["step"] == 3
+
+
 @pytest.mark.parametrize("given", ["parameters", "named", "groups"])
 def test_a_list_of_parameters(given):
     """As with the model, but for the decay of vectors: Muon's hidden matrices, coupled tables."""
@@ -247,8 +269,12 @@ def test_what_does_not_fit_changes_nothing():
     wrong["state"][index]["exp_avg"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"cannot load the state"):
         optimizer.load_state_dict(wrong)
-    with pytest.raises(ValueError, match=r"are not Muon's"):
-        optimizer.load_state_dict(CoupledAdamW(param_groups(model)).state_dict())
+    coupled = CoupledAdamW(model)
+    with pytest.raises(ValueError, match=r"group 0 is Muon's in the optimizer, but not in the che"):
+        optimizer.load_state_dict(coupled.state_dict())
+    with pytest.raises(ValueError, match=r"group 0 is Muon's in the checkpoint, but not in the op"):
+        coupled.load_state_dict(before)
+    assert not coupled.state
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, MuonWithCoupledAdam, param_groups
+from coupled_adam.optim.options import OPTIONS
 
 V, H = 12, 4
 
@@ -71,6 +72,21 @@ def test_a_wrong_option(where, wrong, message):
     assert ("in embeddings=" in str(raised.value)) == (where in IN_EMBEDDINGS)
 
 
+FLAGS = ("amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("where", ["constructor", "group", "group that is not coupled", "added"])
+def test_a_flag_of_torchs_in_text(where, name):
+    """As a command line has it: torch takes "false" for true, and would maximize the loss."""
+    added = {"params": [nn.Parameter(torch.ones(3))], name: "false"}
+    optimizer = CoupledAdamW(model())
+    before = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match=f"Invalid {name}: 'false' .*True"):
+        optimizer.add_param_group(added) if where == "added" else GIVEN[where]({name: "false"})
+    assert len(optimizer.param_groups) == before
+
+
 @pytest.mark.parametrize("wrong", [{"head_lr": -1.0}, {"embedding_weight_decay": "0.1"}], ids=str)
 def test_a_wrong_argument_of_param_groups(wrong):
     (name,) = wrong
@@ -78,20 +94,28 @@ def test_a_wrong_argument_of_param_groups(wrong):
         param_groups(model(), **wrong)
 
 
-@pytest.mark.parametrize("build", [model, lambda: param_groups(model(), "lean")])
-@pytest.mark.parametrize(
-    "option", [{"row_exponent": 0.5}, {"zero_sum": False}, {"zero_sum": True}], ids=str
-)
-def test_what_embeddings_sets_is_no_argument(build, option):
+@pytest.mark.parametrize("option", [*OPTIONS.keys() - {"coupled", "vocab_dim"}])
+def test_what_embeddings_sets_is_no_argument(option):
     """It would have no effect: the error shows the mapping to write."""
-    ((name, value),) = option.items()
-    given = build()
-    embeddings = {"embeddings": "lean"} if isinstance(given, nn.Module) else {}
-    match = rf"{name}={value} has no effect.*embeddings=LEAN \| {{'{name}': {value}}}"
-    with pytest.raises(ValueError, match=match):
-        CoupledAdamW(given, **embeddings, **option)
-    with pytest.raises(ValueError, match=match):
-        CoupledAdamW(model().parameters(), vocab_size=V, embeddings="lean", **option)
+    value = 0.5 if isinstance(OPTIONS[option], float) else True
+    match = rf"{option}={value} has no effect.*embeddings=LEAN \| {{'{option}': {value}}}"
+    for embeddings in ({option: OPTIONS[option]}, {option: value}, LEAN | {option: value}):
+        for given, more in (
+            (model(), {"embeddings": embeddings}),
+            (param_groups(model(), embeddings), {}),
+            (model().parameters(), {"vocab_size": V, "embeddings": embeddings}),
+        ):
+            with pytest.raises(ValueError, match=match):
+                CoupledAdamW(given, **more, **{option: value})
+
+
+def test_groups_and_a_size_that_both_say_what_is_coupled():
+    """The factor would be applied twice."""
+    by_hand = [{"params": model()["embed"].weight, "coupled": True}]
+    for groups in (param_groups(model(), "lean"), by_hand):
+        for more in ({}, {"embeddings": "lean"}):
+            with pytest.raises(ValueError, match=r"vocab_size=12 .*leave out vocab_size= and emb"):
+                CoupledAdamW(groups, vocab_size=V, **more)
 
 
 @pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])

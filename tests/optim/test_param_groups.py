@@ -44,7 +44,7 @@ ERRORS = [
     ({"vocab_size": (V, V + 1)}, r"vocab_size=41: no embedding .*'model.embed_tokens.weight'"),
     ({"vocab_size": 0}, "Invalid vocab_size value: 0"),
     ({"vocab_size": []}, "Invalid vocab_size value"),
-    ({"embeddings": ["wte.weight"]}, r"Invalid embeddings value: \[.*tables="),
+    ({"embeddings": ["wte.weight"]}, r"Invalid embeddings value: \[.*param_groups\(model, tables="),
     ({"embeddings": "wte.weight"}, r"Invalid embeddings value: 'wte.weight' .*tables="),
     ({"embeddings": {"beta": 0}}, r"embeddings={'beta': 0}: beta is none of .*'betas'"),
     ({"exclude": ["lm_haed.weight"]}, r"exclude='lm_haed.weight' .*\['lm_head.weight'"),

@@ -61,9 +61,8 @@ def test_signature(ours, theirs):
         assert mine[name].default == parameter.default, name
         assert mine[name].kind == parameter.kind, name
     added = {name: p.default for name, p in mine.items() if name not in torchs}
-    unset = {*OPTIONS, "embeddings", "vocab_size", "lr_factor"} - {"stochastic_rounding"}
     # A model, or embeddings=, may say all these, and they are None where they are not given.
-    assert added == {"stochastic_rounding": False} | dict.fromkeys(unset)
+    assert added == dict.fromkeys({*OPTIONS, "embeddings", "vocab_size", "lr_factor"})
     with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
         ours([nn.Parameter(torch.zeros(2, 2))], couple=True)
 

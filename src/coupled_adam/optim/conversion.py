@@ -9,7 +9,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
-from coupled_adam.optim.options import OPTIONS, Group, complete, has_momentum, is_lean
+from coupled_adam.optim.options import (
+    OPTIONS,
+    Group,
+    complete,
+    has_momentum,
+    is_lean,
+    is_muons,
+)
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -31,6 +38,7 @@ State = dict[str, Tensor]
 # The entries that each must have. Coupled Adam's may lack exp_avg, which begins with momentum.
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 _MUONS = ("momentum_buffer",)
+_MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 
 
 def adapt(
@@ -56,6 +64,13 @@ def adapt(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups)):
+        if is_muons(saved) != is_muons(group):
+            muons, other = ("checkpoint", "optimizer")[:: 1 if is_muons(saved) else -1]
+            raise ValueError(
+                f"param group {number} is Muon's in the {muons}, but not in the {other}. Load the "
+                "states of the parameters that both update alike, with the 'param_groups' of "
+                "optimizer.state_dict(): see docs/switching.md"
+            )
         if "betas" not in saved:
             raise ValueError(
                 f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict "
@@ -122,8 +137,7 @@ def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
         _check_entries(state, p)
         if group["coupled"]:
             return _adapted_to_coupled(group, p, state)
-        is_muons = "ns_steps" in group  # of MuonWithCoupledAdam
-        _check_names(state, _MUONS if is_muons else _ADAMS)
+        _check_names(state, _MUONS if is_muons(group) else _ADAMS)
         _check_shapes(state, dict.fromkeys(("exp_avg", *SECOND_MOMENTS, *_MUONS), p.shape))
     except ValueError as error:
         message = f"cannot load the state of {describe(group, index)}: {error}"
@@ -261,13 +275,13 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu).
     ``second_moment_scale`` is lost. Without momentum the first moment is filled with zeros. A state
     without ``exp_avg`` and ``row_exp_avg_sq``, which does not say how many rows there are, is left
-    out: Adam begins this matrix anew.
+    out, and so is Muon's: Adam begins these matrices anew.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
 
     Returns:
-        A new state dict. It shares the tensors of uncoupled parameters with the given one.
+        A new state dict. Tensors that are not converted are those of the given one.
 
     Raises:
         ValueError: if the state is that of pieces of flattened matrices.
@@ -283,8 +297,10 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
+            if is_muons(group):
+                state.pop(key, None)
         # torch.optim.Adam would keep options that it does not know, and save them again.
-        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1", *_MUON_OPTIONS)
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

@@ -126,7 +126,7 @@ class CoupledAdam(torch.optim.Adam):
         row_exponent: float | None = None,
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
         lr_factor: None = None,
@@ -486,7 +486,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         row_exponent: float | None = None,
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
         lr_factor: None = None,
@@ -512,7 +512,7 @@ def _refuse_what_groups_set(
                 "matrices embed tokens and how they are stored: leave it out, or name them, as in "
                 "param_groups(model, tables={'embed.W_E': 0, 'unembed.W_U': 1}), 1 for [H, V]"
             )
-        if name in ("second_moment_scale", "row_exponent", "zero_sum") and name in group_options:
+        if name in group_options:
             raise ValueError(
                 f"{name}={value!r} has no effect, as embeddings= sets {name} to "
                 f"{group_options[name]!r}: change it there, as in "

@@ -199,7 +199,7 @@ def find_embeddings(
         coupled = _named_in_tables(model, matrices, tables, given or _configured_sizes(model))
     else:
         if alike := _search(model, matrices, given):
-            _warn_of(alike, "pass tables= with all matrices to couple")
+            _warn_of(alike, "name all matrices to couple in param_groups(model, tables=...)")
         coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
         if couple != "both" and (tied := [m for m in coupled if len(m.sides) > 1]):
             raise ValueError(
@@ -442,8 +442,8 @@ def _warn_of(alike: list[ModelMatrix], fix: str) -> None:
 def _cannot_tell(matrices: list[ModelMatrix]) -> str:
     return (
         f"cannot tell which of these matrices embed tokens: {listed(matrices)}. Pass vocab_size= "
-        "with the number of tokens, padding included, or all that do as "
-        f"tables={{{matrices[0].name!r}: 0, ...}}, 0 for a matrix [V, H] and 1 for [H, V]"
+        "with the number of tokens, padding included, or name all that do in param_groups(model, "
+        f"tables={{{matrices[0].name!r}: 0, ...}}), 0 for a matrix [V, H] and 1 for [H, V]"
     )
 
 

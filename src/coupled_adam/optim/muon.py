@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from coupled_adam.optim.conversion import State
 from coupled_adam.optim.coupled_adam import CoupledAdamW, Tensors
 from coupled_adam.optim.find_embeddings import Parameters, resolve
-from coupled_adam.optim.options import Group, check_options
+from coupled_adam.optim.options import Group, check_options, is_muons
 from coupled_adam.optim.param_groups import (
     Embeddings,
     is_vector,
@@ -154,7 +154,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
                 split_groups.append({**hidden, **muon_options})
             if rest := by_muon.get(False):
                 split_groups.append(rest)
-        if not any(map(_is_muons, split_groups)):
+        if not any(map(is_muons, split_groups)):
             raise ValueError(f"there is no matrix for Muon beside the embeddings and {adamw=}")
         self.param_groups = split_groups
         # Schedules of transformers take the rate that is logged, the first group's, for this one.
@@ -185,7 +185,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         state_steps: list[Tensor],
     ) -> bool:
         # The momentum goes in the place of Adam's first moment; the second moments stay empty.
-        if not _is_muons(group):
+        if not is_muons(group):
             return super()._init_group(
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
@@ -217,7 +217,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        if not _is_muons(group):
+        if not is_muons(group):
             super()._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
             return
         params, grads, momentum_buffers, _, _, steps = tensors
@@ -233,22 +233,11 @@ class MuonWithCoupledAdam(CoupledAdamW):
         )
 
     def _adapt(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, State]]:
-        theirs, own = ([*map(_is_muons, x)] for x in (saved["param_groups"], self.param_groups))
-        if len(theirs) == len(own) and theirs != own:
-            raise ValueError(
-                "the groups of the checkpoint are not Muon's and AdamW's as they are here: was it "
-                "saved by a MuonWithCoupledAdam of the same model?"
-            )
         state = {  # torch's Muon has no step
             key: {"step": torch.tensor(0.0), **value} if "momentum_buffer" in value else value
             for key, value in saved["state"].items()
         }
         return super()._adapt({**saved, "state": state})
-
-
-def _is_muons(group: Group) -> bool:
-    # By an option, since groups are copied, saved and loaded, but keep their options.
-    return "ns_steps" in group
 
 
 def _check_newton_schulz(

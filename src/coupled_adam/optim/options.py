@@ -33,6 +33,10 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_choice(value: Any) -> bool:
+    return value is None or _is_flag(value)
+
+
 def _from_zero(value: Any) -> bool:
     return _is_number(value) and 0.0 <= value < math.inf
 
@@ -54,6 +58,8 @@ def _are_betas(value: Any) -> bool:
 
 # What each option must be. Arguments of param_groups and of MuonWithCoupledAdam are among them, so
 # that they are checked, and refused, in the same way.
+_FLAGS = ["coupled", "zero_sum", "stochastic_rounding"]
+_FLAGS += ["amsgrad", "maximize", "capturable", "differentiable"]
 _RATE = (_is_rate, "a number from 0 on, or a tensor with one element")
 _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": _RATE,
@@ -64,9 +70,8 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": _RATE,
     "weight_decay": _RATE,
     "embedding_weight_decay": _RATE,
-    "coupled": (_is_flag, "True or False"),
-    "zero_sum": (_is_flag, "True or False"),
-    "stochastic_rounding": (_is_flag, "True or False"),
+    **dict.fromkeys(_FLAGS, (_is_flag, "True or False")),
+    **dict.fromkeys(("foreach", "fused"), (_is_choice, "True, False or None")),
     "second_moment_scale": (_positive, "must be positive and finite"),
     "row_exponent": (
         lambda x: _from_zero(x) and x <= 1,
@@ -136,6 +141,12 @@ def has_momentum(group: Group) -> bool:
 def is_lean(group: Group) -> bool:
     """Whether a group is coupled and updated by LEAN."""
     return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
+
+
+def is_muons(group: Group) -> bool:
+    """Whether a group is one that Muon updates, in :class:`coupled_adam.MuonWithCoupledAdam`."""
+    # By an option, since groups are copied, saved and loaded, but keep their options.
+    return "ns_steps" in group
 
 
 def warn_of_momentum(group: Group) -> None:

@@ -74,8 +74,9 @@ def param_groups(
 
     Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. By
     default neither they nor other embeddings, such as those of positions and token types, have
-    weight decay. Biases and norms never have any, and all other matrices have the optimizer's.
-    Frozen parameters are left out. In the experiments of arXiv 2502.08441 learned positions do have
+    weight decay. Biases, norms and what has a single row or column, such as the score of a reward
+    model, never have any, and all other matrices have the optimizer's. Frozen parameters are left
+    out. In the experiments of arXiv 2502.08441 learned positions do have
     weight decay; the other exemptions are the same there, with both optimizers.
 
     What is not given here, for the token embeddings or for all, is the optimizer's.
@@ -145,7 +146,10 @@ def param_groups(
         frozen = [m for m in frozen if not m.parameter.requires_grad]
         why = f"the token embeddings are frozen: {listed(frozen)}"
         if not frozen:
-            why = "no token embeddings were found: if there are any, pass vocab_size= or tables="
+            why = (
+                "no token embeddings were found: if there are any, pass vocab_size=, or name them "
+                "in param_groups(model, tables=...)"
+            )
         warn(f"no param group is coupled, as {why}")
     embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
     if head_lr is not None and not any(m.is_head for m in embedding_of.values()):
@@ -202,12 +206,12 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
         raise ValueError(
             f"Invalid embeddings value: {embeddings!r} ({', '.join(map(repr, _NAMED))}, or a "
             "mapping of options such as coupled_adam.LEAN | {'lr_factor': 4}; matrices to couple "
-            "are named in tables=)"
+            "are named in param_groups(model, tables=...))"
         )
     if unknown := sorted({*named} - _OPTIONS):
         raise ValueError(
             f"embeddings={dict(named)}: {', '.join(unknown)} is none of {sorted(_OPTIONS)}. "
-            "Matrices to couple are named in tables="
+            "Matrices to couple are named in param_groups(model, tables=...)"
         )
     options = dict(named)
     check_options(options, " in embeddings=")
@@ -253,8 +257,13 @@ def couple_by_size(
         Up to three groups in the place of each: what is left of it, matrices [V, H], and [H, V].
 
     Raises:
-        ValueError: as :func:`matrices_of_size`.
+        ValueError: if a group is coupled already, and as :func:`matrices_of_size`.
     """
+    if any(group["coupled"] for group in groups):
+        raise ValueError(
+            f"vocab_size={vocab_size} finds the matrices to couple, but the param groups say "
+            "themselves which are coupled, and how: leave out vocab_size= and embeddings="
+        )
     # Over all groups at once, as a head may be in another group than its table.
     vocab_dims = matrices_of_size(itertools.chain(*map(named_parameters, groups)), vocab_size)
     result = []

@@ -17,9 +17,9 @@ from coupled_adam.errors import UsageError
 from coupled_adam.fields import checked, meanings, sections
 
 _KEYS = """\
-Any key of the recipe is an option, too: --training.lr 1e-3. --arms.lean.lr_factor 8 sets an option
-of an arm, --arms.NAME '{optimizer: lean}' adds an arm, and a list of values makes an arm of each;
---arms.*.lr is that option of all arms. coupled-adam recipes demo explains all keys.
+Any key of the recipe but its name is an option, too: --training.lr 1e-3. --arms.lean.lr_factor 8
+sets an option of an arm, --arms.NAME '{optimizer: lean}' adds an arm, and a list of values makes an
+arm of each; --arms.*.lr is that option of all arms. coupled-adam recipes demo explains all keys.
 """
 
 

@@ -497,6 +497,19 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     assert list(recipe.arms) == ["adamw", "tuned", "coupled_adam", "lean-1", "lean-2"]
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "key", "values"),
+    [
+        ("analyze", "x --neighbours a b --neighbours c", "neighbours", ["a", "b", "c"]),
+        ("analyze", "x --exclude padding --exclude unseen", "exclude", ["padding", "unseen"]),
+        ("compare", "--seeds 1 --seeds 2", "seeds", [1, 2]),
+        ("train", "--arm lean --logger", "logger", []),
+    ],
+)
+def test_a_list_may_be_given_in_parts(command, words, key, values):
+    assert getattr(parsed(cli.load_command(command), words.split()), key) == values
+
+
 def test_a_warning_is_one_line_without_a_place():
     quiet_libraries()
     said = warnings.formatwarning("a\nb", UserWarning, "place.py", 3)

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 
@@ -22,15 +22,24 @@ T = TypeVar("T")
 LARGEST = 10**15
 """The limit of all counts: far larger than any in use, and exact as a float."""
 
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+def _no_truth_value(value: Any) -> Any:
+    if isinstance(value, bool):  # which are 0 and 1 to Python
+        raise ValueError("Input should be a number")
+    return value
+
+
+_Whole = Annotated[int, BeforeValidator(_no_truth_value)]
+_Real = Annotated[float, BeforeValidator(_no_truth_value)]
+Count = Annotated[_Whole, Field(ge=1, le=LARGEST)]
+WholeNumber = Annotated[_Whole, Field(ge=0, le=LARGEST)]
+Seed = Annotated[_Whole, Field(ge=0, lt=2**32)]
+Finite = Annotated[_Real, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
-PositiveOrInfinite = Annotated[float, Field(gt=0)]
+PositiveOrInfinite = Annotated[_Real, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[_Real, Field(ge=0, le=1)]
+Beta = Annotated[_Real, Field(ge=0, lt=1)]
 
 
 def require(condition: object, message: str) -> None:
@@ -98,6 +107,7 @@ _PLAIN = {
     "list_type": "must be values in brackets, as in [1, 2]",
     "dict_type": "must consist of keys and their values",
     "dataclass_type": "must consist of keys and their values",
+    "string_pattern_mismatch": "must be a name of at most 50 letters, digits, _, + and -",
 }
 """What pydantic says of Python's types, in the words of YAML."""
 

@@ -99,6 +99,19 @@ def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
             os.close(descriptor)
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield all files in a folder and below it, also where links lead, in order."""
+    visited = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        # A link may lead to a folder that it is in.
+        if os.path.realpath(place) in visited:
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(place))
+        folders.sort()
+        yield from (Path(place, name) for name in sorted(names))
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():

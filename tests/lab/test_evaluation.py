@@ -325,8 +325,17 @@ def test_a_model_that_would_never_be_loaded(gpt2):
         evaluate_model(gpt2)
 
 
-def test_what_is_no_finished_run(run):
+def test_what_is_no_finished_run(run, capsys):
     folder, corpus = run
+    assert main(["evaluate", str(folder), "--variant", "my_models:WIDE"]) == 2
+    assert f"my_models:WIDE is not for {folder}, which was trained without one" in (
+        capsys.readouterr().err
+    )
+    (folder / "unigram_counts.npy").rename(folder / "counts.npy")
+    with pytest.raises(UsageError, match=rf"{folder}/unigram_counts.npy is damaged.*: it is no fi"):
+        evaluate_run(read_run(folder), corpus)
+    (folder / "counts.npy").rename(folder / "unigram_counts.npy")
+    (folder / "evaluation.json").unlink()
     assert is_run(folder)
     (folder / "model").rename(folder / "model.tmp")
     with pytest.raises(

@@ -241,6 +241,12 @@ def test_another_text_is_refused(unfinished, trained, tmp_path):
     np.save(tokens.folder / "unigram_counts.npy", tokens.unigram_counts() + 1)
     with pytest.raises(UsageError, match="was begun with another text"):
         go_on(tokens)
+    # What tells which text it was is gone.
+    for name in ("environment.json", "unigram_counts.npy"):
+        (run / name).rename(tmp_path / name)
+        with pytest.raises(UsageError, match=f"^{run} has no {name}, which .*: restore this file"):
+            go_on()
+        (tmp_path / name).rename(run / name)
     assert not (run / "model").exists()
     go_on()
 

@@ -465,6 +465,35 @@ def test_a_run_counts_once(comparison, recipe):
     assert reason == f"the same arm and seed as {comparison / 'small-adamw-seed-1'}"
 
 
+def test_runs_behind_links(comparison, tmp_path):
+    """Those of several comparisons that are put side by side; a circle of links ends."""
+    together = tmp_path / "together" / "deep"
+    together.mkdir(parents=True)
+    for name in ("small-adamw-seed-1", "small-coupled_adam-seed-1"):
+        (together / name).symlink_to(comparison / name)
+    (together / "circle").symlink_to(tmp_path / "together")
+    runs, left_out = read_runs([tmp_path / "together"])
+    assert [*runs.arm] == ["adamw", "coupled_adam"]
+    assert left_out == {}
+
+
+def test_a_folder_without_runs_is_named(comparison, tmp_path):
+    """And not left out in silence beside others; nothing is made in its place."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, said in {
+        "missing": "there is no such folder",
+        "file": "there is no such folder",
+        "empty": "there is no run in it",
+    }.items():
+        wrong = tmp_path / name
+        for folders in ([comparison, wrong], [wrong]):
+            with pytest.raises(UsageError, match=f"^{wrong}: {said}"):
+                report(folders, folders[0] / "report")
+    assert not (tmp_path / "missing").exists()
+    assert not [*(tmp_path / "empty").iterdir()]
+
+
 def test_a_damaged_run_is_named(comparison):
     for file in ("metrics.jsonl", "evaluation.json", "config.yaml"):
         path = comparison / "small-adamw-seed-1" / file
@@ -532,7 +561,7 @@ def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
         report([comparison], out)
     assert snapshot(out) == before
     assert [path.name for path in comparison.glob("report*")] == ["report"]
-    with pytest.raises(UsageError, match="no finished run in it"):
+    with pytest.raises(UsageError, match="there is no run in it"):
         report([out / "figures"], out)
 
 

@@ -49,6 +49,13 @@ def test_random_texts(loaded):
         sample(model, tokenizer, "A", tokens=5)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(loaded):
+    model, tokenizer = loaded
+    model.resize_token_embeddings(300)
+    with pytest.raises(UsageError, match=r"its tokenizer does not fit its model: .* have 300 rows"):
+        sample(model, tokenizer, "The list is this one")
+
+
 def test_command(run, gpt2, tmp_path, capsys):
     """A comparison stands for its finished arms; other models are shown beside it."""
     folder, _ = run

@@ -117,6 +117,20 @@ def test_folders(texts, tmp_path):
     (folder / "part-00000").write_text("without an ending")
     with pytest.warns(UserWarning, match="3 of 7 files are not read"):
         assert [*documents(folder)] == ["upper case", "first", "second", "third"]
+    # Another place's texts, once each; and what is not there is no less a part of the text.
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "d.txt").write_text("fourth")
+    for name, target in {"linked": tmp_path / "elsewhere", "deep/circle": folder}.items():
+        (folder / name).symlink_to(target)
+    with pytest.warns(UserWarning, match="3 of 8 files are not read"):
+        assert [*documents(folder)][-1] == "fourth"
+    (folder / "absent.txt").symlink_to(tmp_path / "nowhere")
+    with (
+        pytest.warns(UserWarning, match="3 of 9 files"),
+        pytest.raises(UsageError, match=r"absent\.txt: No such file"),
+    ):
+        [*documents(folder)]
+    (folder / "absent.txt").unlink()
     (folder / "d.jsonl").write_text(json_lines(texts))
     with pytest.raises(UsageError, match=r"there are .jsonl, .md, .txt"):
         [*documents(folder)]
@@ -153,6 +167,10 @@ UNREADABLE = {
     "long.csv": (b"id,text\n1,a\n2,b, and c\n", "line 3 has not as many columns as the first"),
     "short.csv": (b"id,text\n1,a\nb\n", "line 3 has not as many columns as the first"),
     "broken.parquet": (b"PAR1 but no more", "broken.parquet"),
+    **dict.fromkeys(
+        ("a.tar", "a.tgz", "a.TAR.bz2", "a.zip"),
+        (b"a.txt\0 0000644\0 nearly text", "it is an archive: unpack it"),
+    ),
     **{f"broken.txt{ending}": (b"not packed", "broken.txt") for ending in COMPRESSIONS},
     # Half a corpus is no corpus, even where the part that is there is text.
     **{

@@ -118,8 +118,8 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
         settings["choices"] = get_args(kind)
     else:
         settings["metavar"] = field.name.upper()
-    if is_list:
-        settings["nargs"] = "*"
+    if is_list:  # what is given twice is one list, too
+        settings |= {"nargs": "*", "action": "extend"}
     elif is_required:
         settings["required"] = True
     parser.add_argument(_typed(field.name), **settings)

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from coupled_adam.embeddings import load_embeddings
-from coupled_adam.errors import prefixed_usage_error
+from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import Count, Finite, WholeNumber, require
 from coupled_adam.files import read
 from coupled_adam.lab.arms import Arm
@@ -217,7 +217,8 @@ class Run:
         """The array in a file, with a number for each token, [V]; UsageError if it is damaged."""
         size = self.recipe.model.vocab_size
         with prefixed_usage_error(
-            f"{path} is damaged, or another run's: ", (OSError, ValueError, EOFError)
+            f"{path} is damaged, or another run's: ",
+            (UsageError, OSError, ValueError, EOFError),
         ):
             require(path.is_file(), "it is no file")
             values: NDArray[Any] = np.load(path)

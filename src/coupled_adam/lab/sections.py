@@ -12,6 +12,7 @@ from coupled_adam.fields import (
     NotNegative,
     Positive,
     PositiveOrInfinite,
+    Seed,
     Share,
     require,
 )
@@ -99,12 +100,12 @@ class Data:
     train_split: str = "train"
     valid_split: str | None = None
     test_split: str | None = None
-    shuffle_seed: int | None = None
+    shuffle_seed: Seed | None = None
     column: str = "text"
     tokens: str | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
     tokenizer: str | None = None
-    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    held_out: Annotated[Positive, Field(lt=0.5)] = 0.05
     max_tokens: Count | None = None
     max_held_out_tokens: Count | None = None
 

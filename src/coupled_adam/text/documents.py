@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
+from coupled_adam.files import files_below
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PLAIN = (".txt", ".md")
+ARCHIVES = (".tar", ".tgz", ".zip")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _OPEN: dict[str, Callable[..., Any]] = {
     ".bz2": bz2.open,
@@ -79,11 +81,12 @@ def text_files(path: Path) -> list[Path]:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """All files in a folder and below it that are not hidden, in order."""
+    """All files in a folder and below it that are not hidden, in order; also links to nothing."""
     return sorted(
         path
-        for path in folder.rglob("*")
-        if path.is_file() and not any(name[0] == "." for name in path.relative_to(folder).parts)
+        for path in files_below(folder)
+        if (path.is_file() or path.is_symlink())
+        and not any(name[0] == "." for name in path.relative_to(folder).parts)
     )
 
 
@@ -145,6 +148,9 @@ def _format(path: Path) -> str:
 def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
     """The documents of one file, which may be blank; the caller names it in errors."""
     kind = _format(path)
+    # An archive of texts is nearly text.
+    if kind in ARCHIVES:
+        raise UsageError("it is an archive: unpack it, and give the folder")
     if kind == ".parquet":
         try:
             from pyarrow import parquet

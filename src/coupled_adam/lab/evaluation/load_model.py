@@ -34,6 +34,10 @@ def trusted_run(folder: Path, variant: str | None = None) -> Run:
         f"{folder} was trained with the code of {needed}, which only coupled-adam evaluate "
         f"{folder} --variant {needed} executes: add this if you trust it",
     )
+    require(
+        variant in (None, needed),
+        f"--variant {variant} is not for {folder}, which was trained without one",
+    )
     return run
 
 

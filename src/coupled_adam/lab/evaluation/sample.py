@@ -1,5 +1,7 @@
 """Text that a language model writes."""
 
+from typing import Any
+
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +34,13 @@ def sample(
     prompt_ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     ids = [*document_start(tokenizer), *prompt_ids]
     require(ids, "--prompt is empty, and the tokenizer has no token that begins a text")
+    embeddings: Any = model.get_input_embeddings()
+    rows = len(embeddings.weight)  # V
+    require(
+        max(ids) < rows,
+        f"{model.name_or_path}: its tokenizer does not fit its model: the text begins with the "
+        f"token {max(ids)}, and the embeddings have {rows} rows",
+    )
     # Rows that pad the vocabulary belong to no token.
     length, vocab_size = block_length(model), max(tokenizer.get_vocab().values()) + 1
     generator = torch.Generator().manual_seed(seed)

@@ -10,6 +10,8 @@ import pandas as pd
 
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.errors import UsageError
+from coupled_adam.fields import require
+from coupled_adam.files import files_below
 from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
@@ -61,17 +63,22 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
           state of the token embeddings; NaN if not logged
 
     Raises:
-        UsageError: a file of a run is damaged, or an experiment has runs of different settings.
+        UsageError: a folder has no runs, a file of a run is damaged, or an experiment has runs of
+            different settings.
     """
     # 1. The folders of runs
     runs: list[Run] = []
     left_out: dict[Path, str] = {}
     # A run that is found through several of the folders, or through links, counts once.
-    configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
-    # The counts are written before the configuration: a run that was killed then, or lost it.
-    for path in (path for folder in folders for path in folder.rglob(COUNTS)):
-        if not path.with_name(CONFIG).exists():
-            left_out[path.parent] = f"it has no {CONFIG}"
+    configs: dict[Path, Path] = {}
+    for folder in folders:
+        there = [path for path in files_below(folder) if path.name in (CONFIG, COUNTS)]
+        require(there, f"{folder}: there is no run in it; coupled-adam compare makes some")
+        configs |= {path.resolve(): path for path in there if path.name == CONFIG}
+        # The counts are written before the configuration: a run that was killed then, or lost it.
+        for path in there:
+            if not path.with_name(CONFIG).exists():
+                left_out[path.parent] = f"it has no {CONFIG}"
     for _, path in sorted(configs.items()):
         # 2. Which of them are used; only a damaged file of a run is an error
         try:

@@ -71,9 +71,11 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     removed; anything else is left as it is. ``bold`` is explained at :func:`arm_results`.
 
     Raises:
-        UsageError: there is no finished run, a run is damaged, runs of one recipe name cannot be
-            compared, or ``out`` is not a report.
+        UsageError: a folder has no runs, or none has finished; a run is damaged, runs of one recipe
+            name cannot be compared, or ``out`` is not a report.
     """
+    for folder in folders:
+        require(folder.is_dir(), f"{folder}: there is no such folder")
     given, out = out, out.resolve()  # so that a symbolic link stays one
 
     def check() -> None:

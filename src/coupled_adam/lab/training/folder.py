@@ -62,7 +62,13 @@ def check_folder(run: Run) -> None:
             files.read(folder / CONFIG, yaml.safe_load) == run.config,
             f"{folder} holds another run, see its config.yaml: choose another --out",
         )
-        # A file that is damaged is named before the training, not behind it.
+        # A file that is missing or damaged is named before the training, not behind it.
+        for name in (ENVIRONMENT, COUNTS):
+            require(
+                (folder / name).is_file(),
+                f"{folder} has no {name}, which tells on which text it was begun: restore this "
+                "file, or choose another --out",
+            )
         _ = run.environment, read_evaluation(folder), read_log(folder / METRICS)
     for entry in sorted(folder.iterdir() if folder.exists() else []):
         # config.yaml comes last: a killed process may have left what comes before.

@@ -7,6 +7,7 @@ The callback that logs the measures of the embeddings is
 import ast
 import contextlib
 import inspect
+import re
 from typing import Any
 
 from torch import nn
@@ -109,7 +110,8 @@ def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict
 def _options_in(text: str) -> dict[str, Any]:
     """The options in ``optim_args``, with the values as in Python, or as text."""
     options: dict[str, Any] = {}
-    for option in filter(None, text.replace(" ", "").split(",")):
+    # Values may have commas, too, as betas=(0.9, 0.95), but after those comes no name with an =.
+    for option in filter(None, re.split(r",+(?=\w+=|$)", text.replace(" ", ""))):
         name, _, value = option.partition("=")
         if not value:
             raise ValueError(f"optim_args={text!r} must be options such as embeddings=lean")

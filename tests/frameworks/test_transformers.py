@@ -98,6 +98,12 @@ def test_options_in_text(tmp_path):
     }
     assert {(g["maximize"], g["second_moment_scale"]) for g in groups} == {(True, 0.5)}
     assert [g["row_exponent"] for g in groups if g["coupled"]] == [LEAN["row_exponent"]]
+    text = "betas=(0.8, 0.9), embeddings={'lr_factor': 4, 'betas': [0.0, 0.99]}, amsgrad=True,"
+    *others, coupled = CoupledAdamWFactory()(
+        gpt2(), arguments(tmp_path, optim_args=text)
+    ).param_groups
+    assert {(g["lr"], g["betas"]) for g in others} == {(1e-2, (0.8, 0.9))}
+    assert (coupled["lr"], coupled["betas"], coupled["amsgrad"]) == (4e-2, (0.0, 0.99), True)
     with pytest.raises(TypeError, match=r"row_exponnet=0.5 is no option.*mean row_exponent"):
         CoupledAdamWFactory()(gpt2(), arguments(tmp_path, optim_args="row_exponnet=0.5"))
     with pytest.raises(ValueError, match=r"optim_args='lean' must be"):
@@ -116,6 +122,7 @@ def test_options_in_text(tmp_path):
         ("", {"lr_factor": 2}, ValueError, "lr_factor=2 is an option of the embeddings"),
         ("eps=-1", {}, ValueError, "Invalid epsilon value: -1|eps"),
         ("vocab_dim=1", {}, ValueError, "vocab_dim=1 has no effect"),
+        ("maximize=false", {}, ValueError, "Invalid maximize: 'false'"),
         ("", {"embeddings": "lean", "zero_sum": True}, ValueError, "zero_sum=True has no effect"),
     ],
 )

@@ -174,6 +174,22 @@ def test_rows_without_gradient_neither_count_nor_move(options, kernel):
     assert torch.equal(many[rest], before)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("zero_sum", [True, False])
+def test_few_rows_do_not_learn_what_they_have_in_common(rows, zero_sum):
+    """With zero_sum they stay within an update of where they were, however often pushed."""
+    p = nn.Parameter(matrix((50, 6), 0))
+    optimizer = optimizer_of([p], **{**CASES["LEAN"], "zero_sum": zero_sum, "weight_decay": 0.0})
+    start, update = p.detach().clone(), optimizer.param_groups[0]["lr"]
+    p.grad = torch.zeros_like(p)
+    p.grad[:rows] = 1.0
+    for _ in range(21):  # the first only measures
+        optimizer.step()
+    moved = (start - p.detach())[:rows]
+    expected = update if zero_sum else 20 * update
+    torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=1e-6, atol=0)
+
+
 def test_coupled_adam_warns_where_most_rows_have_no_gradient():
     p = nn.Parameter(torch.randn(100, 4))
     p.grad = torch.zeros(100, 4)

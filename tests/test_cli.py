@@ -497,6 +497,21 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     assert list(recipe.arms) == ["adamw", "tuned", "coupled_adam", "lean-1", "lean-2"]
 
 
+def test_a_text_takes_the_place_of_another_source(tmp_path):
+    """With the keys that were of that source alone; those of any source stay."""
+    hub = {"data.hub": "x", "data.shuffle_seed": 3, "data.valid_split": "valid"}
+    plain = override(load_recipe("124M-5B"), hub).to_dict()
+    command = cli.load_command("compare")
+    data = parsed(command, ["--text", str(tmp_path)]).recipe_of(plain).data
+    assert (data.text, data.hub, data.shuffle_seed, data.valid_split) == (
+        str(tmp_path),
+        *[None] * 3,
+    )
+    assert data.tokenizer == "openai-community/gpt2"
+    with pytest.raises(UsageError, match=r"data\.shuffle_seed=4 is for data\.hub, which is not gi"):
+        parsed(command, ["--text", "x", "--data.shuffle_seed=4"]).recipe_of(plain)
+
+
 @pytest.mark.parametrize(
     ("command", "words", "key", "values"),
     [

@@ -430,6 +430,27 @@ def test_settings_that_were_written_down_first():
         said(f"| [{steps}](...written-down-first) | {tokens} | {cost} |", *expected, page=PRACTICE)
 
 
+def test_what_was_compared_with_lean_in_the_same_settings():
+    """One moment for each row, no zero-sum updates, and Ember: minus LEAN, with seed 4."""
+    *lines, last = rows("beside_lean")[1]
+    compared = {
+        ("row_moments", "row_moment 0 0.99"): [],
+        ("ember_and_free", "lean free 0 0.99"): [],
+        ("ember_and_free", "ember free"): [],
+    }
+    for setting, n, *cells in lines:
+        lean = seeds("settings", f"{setting} lean 0 0.99 n={n}", "documents")[4]
+        for ((question, name), costs), cell in zip(compared.items(), cells):
+            tried = [run for run in results(question) if run.startswith(f"{setting} {name} n=")]
+            best = min(tried, key=lambda run: seeds(question, run, "valid")[4])
+            assert cell.endswith(f" ({best.rpartition('=')[2]})")
+            costs.append(seeds(question, best, "documents")[4] - lean)
+            shows(cell.partition(" ")[0], costs[-1])
+    for cell, costs in zip(last[2:], compared.values()):
+        assert len(costs) == 8
+        assert numbers(cell) == pytest.approx(middle_and_interval(costs), abs=5.1e-4)
+
+
 def test_the_rule_on_the_runs_that_it_was_read_from():
     """Its loss between the rates that were tried, above the lowest, with the seed of most rates."""
     excesses, steps_of, parameters = [], set(), set()

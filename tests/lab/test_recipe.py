@@ -322,6 +322,8 @@ def given(*words):
         ("model.n_positions=32", "training.sequence_length=64 must not exceed model.n_position"),
         ("training.tokens=3", "give one of training.steps and training.tokens"),
         ("data.text=a data.hub=b", "data.text and data.hub exclude each other"),
+        ("data.shuffle_seed=3", "data.shuffle_seed=3 is for data.hub, which is not given: leave"),
+        ("data.text=a data.token_dtype=uint16", "data.token_dtype=uint16 is for data.tokens, wh"),
         ("arms.third={optimizer: adam}", "arms.third.optimizer='adam' must be one of adamw"),
         ("arms.half.row_exponent=0.5", "there is no half; there are adamw, coupled_adam"),
         ("arms.adamw.lr_factor=[]", "arms.adamw.lr_factor=[] must have at least one value"),

@@ -97,13 +97,15 @@ class RunOptions(DeviceOption, Execution):
             UsageError: they are not valid, or would execute code that the user has not named.
         """
         from coupled_adam.lab.recipe import read_yaml, recipe_from, with_values
+        from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
         if self.text is not None:
-            values |= dict.fromkeys(("data.hub", "data.tokens"))
+            for source, keys in SOURCES.items():
+                values |= dict.fromkeys(f"data.{key}" for key in (source, *keys))
             values["data.text"] = os.path.realpath(self.text)
         if self.variant is not None:
             values["variant"] = self.variant

@@ -69,6 +69,14 @@ class Model:
         )
 
 
+SOURCES = {
+    "text": (),
+    "hub": ("hub_config", "hub_revision", "valid_split", "test_split", "shuffle_seed"),
+    "tokens": ("token_dtype",),
+}
+"""The keys of :class:`Data` that name a source, and those that are of no use without it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
@@ -112,11 +120,18 @@ class Data:
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
         # Without any of them the text is Python's documentation, which is there wherever Python is.
-        sources = [name for name in ("text", "hub", "tokens") if getattr(self, name) is not None]
+        sources = [name for name in SOURCES if getattr(self, name) is not None]
         require(
             len(sources) <= 1,
             f"data.{' and data.'.join(sources)} exclude each other: give only one",
         )
+        for source, names in SOURCES.items():
+            for name in names:
+                require(
+                    source in sources or getattr(self, name) is None,
+                    f"data.{name}={getattr(self, name)} is for data.{source}, which is not given: "
+                    "leave it out, or set it to null",
+                )
         require(
             self.separator != "", "data.separator='' separates nothing: give some text, or null"
         )

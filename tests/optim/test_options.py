@@ -94,7 +94,7 @@ def test_a_wrong_argument_of_param_groups(wrong):
         param_groups(model(), **wrong)
 
 
-@pytest.mark.parametrize("option", [*OPTIONS.keys() - {"coupled", "vocab_dim"}])
+@pytest.mark.parametrize("option", sorted(OPTIONS.keys() - {"coupled", "vocab_dim"}))
 def test_what_embeddings_sets_is_no_argument(option):
     """It would have no effect: the error shows the mapping to write."""
     value = 0.5 if isinstance(OPTIONS[option], float) else True

@@ -32,7 +32,7 @@ coverage: $(VENV)/installed
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
 test-slow: $(VENV)/installed $(VENV)/frameworks
-	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
+	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide --dist load --maxschedchunk 1
 
 # On a machine with a GPU: is everything right there, and how fast? In about four minutes.
 gpu: $(VENV)/installed

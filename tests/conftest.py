@@ -24,6 +24,15 @@ for profile, examples in (("quick", 100), ("wide", 1000)):
 settings.load_profile("quick")
 
 
+def pytest_collection_modifyitems(items):
+    """What takes minutes begins first: at the end all but one process would wait for it."""
+
+    def minutes(item):
+        return max((mark.kwargs.get("minutes", 0) for mark in item.iter_markers("slow")), default=0)
+
+    items.sort(key=minutes, reverse=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def corpus_cache(tmp_path_factory):
     """Corpora are prepared once for all tests, and not in the user's cache."""

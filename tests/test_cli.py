@@ -577,7 +577,7 @@ assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_the_main_job_shows_the_effect(tmp_path):
     """`coupled-adam compare`, as the README claims it, with fewer steps."""
     result = run("compare", "--steps", 160, start=fresh, cwd=tmp_path)

@@ -284,7 +284,7 @@ def test_python(page, tmp_path, monkeypatch):
 # Commands that are quick enough, on models and runs of seconds.
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.pixels
 def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     """Each command that the pages do not mark, in the order of the pages, writes what it names."""

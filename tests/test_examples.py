@@ -122,7 +122,7 @@ def test_notebook_is_committed_with_its_outputs():
     assert (EXAMPLES / "tour.ipynb").stat().st_size < 500_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_notebook(tmp_path):
     """In a kernel of Jupyter, with fewer steps; it draws as many pictures as the committed one."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

@@ -74,7 +74,7 @@ def test_a_part(gpu, tmp_path):
     assert "| 256 × 64 |" in speed_table.gpu_tables({"gpu.json": content})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_what_a_cpu_can_do(gpu, tmp_path):
     """All of it, on a small model; and of what fails it says what failed."""
     result = gpu(*SMALL, "--workers", "2")

@@ -119,7 +119,7 @@ def kill(process):
     process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_a_node_is_killed_and_comes_back(lab, nodes):
     """The other's agent starts its process anew, and both go on from the last checkpoint."""
     options = ["cut", "--strategy", "fsdp2", "--resume"]

@@ -255,7 +255,7 @@ def test_prompts_fit_the_model(length, times, trained):
         assert whole[len(text)] == "a"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=4)
 def test_tokens_held_out_of_a_text_are_verified(tmp_path):
     """A model that is trained here, and learns to repeat in a minute, tells them from others."""
     result = measure(tmp_path, "copies", "adamw")

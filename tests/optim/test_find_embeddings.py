@@ -69,7 +69,7 @@ def test_default_configurations(name):
     assert result["outcome"] == ("named" if name in NAMED else "right"), result
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_all_language_models_of_transformers():
     """Nearly all can be built from the default configuration without further packages."""
     names = [

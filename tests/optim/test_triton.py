@@ -37,7 +37,10 @@ SLOWLY_INTERPRETED = (
     ("tests", "least"),
     [
         ("TestTriton and test_as_the_oracle and float32 and (amsgrad or LEAN)", 4),
-        *(pytest.param(tests, 10, marks=pytest.mark.slow) for tests in SLOWLY_INTERPRETED),
+        *(
+            pytest.param(tests, 10, marks=pytest.mark.slow(minutes=1))
+            for tests in SLOWLY_INTERPRETED
+        ),
     ],
 )
 def test_interpreted(tests, least):

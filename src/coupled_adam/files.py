@@ -103,11 +103,11 @@ def files_below(folder: Path) -> Iterator[Path]:
     """Yield all files in a folder and below it, also where links lead, in order."""
     visited = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        # A link may lead to a folder that it is in.
-        if os.path.realpath(place) in visited:
+        real = os.path.realpath(place)
+        if real in visited:  # a link may lead to a folder that it is in
             folders.clear()
             continue
-        visited.add(os.path.realpath(place))
+        visited.add(real)
         folders.sort()
         yield from (Path(place, name) for name in sorted(names))
 

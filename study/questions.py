@@ -443,15 +443,19 @@ CHOSEN = {
 """The n that LEAN's validation loss chose in each setting."""
 
 
+def _row_moment(n: int, overrides: Mapping[str, Any]) -> dict[str, Entry]:
+    """One moment for each row, without LEAN's for each column."""
+    options = {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)}
+    name = f"row_moment 0 0.99 n={n}"
+    return {name: Entry(options, overrides, _variant("peers", "row_moment"))}
+
+
 def _row_moments() -> dict[str, Entry]:
-    """One moment for each row, without LEAN's for each column, at the n that LEAN's loss chose."""
+    """They have the n that LEAN's loss chose."""
     return {
-        f"{setting} row_moment 0 0.99 n={n}": Entry(
-            {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)},
-            SETTINGS[setting][0],
-            _variant("peers", "row_moment"),
-        )
+        f"{setting} {name}": entry
         for setting, n in CHOSEN.items()
+        for name, entry in _row_moment(n, SETTINGS[setting][0]).items()
     }
 
 
@@ -464,6 +468,16 @@ def _ember_and_free() -> dict[str, Entry]:
             *_betas([("lean free", (0.0, 0.99), CHOSEN[setting])], **overrides).items(),
             *_rules({"ember free": factors}, **overrides).items(),
         )
+    }
+
+
+def _parts_longer() -> dict[str, Entry]:
+    """LEAN's parts after 20M tokens, at its n and, for the rows' moments, twice the rate."""
+    overrides = _steps(9768)
+    return {
+        **_rules({"plain delayed free": (1,)}, **overrides),
+        **_row_moment(1, overrides),
+        **_row_moment(3, overrides),
     }
 
 
@@ -719,6 +733,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "settings": _settings(),
     "row_moments": _row_moments(),
     "ember_and_free": _ember_and_free(),
+    "parts_longer": _parts_longer(),
     "rate_rule": _rate_rule(RATE_SETTINGS),
     # Another text: run with more Wikipedia articles instead of TEXT.
     "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
@@ -745,6 +760,7 @@ UNFINISHED = (
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",
+    "parts_longer",
     "rate_rule",
     "rate_rule_wiki",
     "row_moments",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 
 import numpy as np
 import torch
@@ -41,15 +42,15 @@ class Tried:
         """The multiple with the lowest loss."""
         return min(self.losses, key=lambda multiple: self.losses[multiple])
 
-    def excess(self, factor: float) -> float:
-        """How far the loss at a factor is above the lowest, with the first seed.
+    def excess(self, rival: Callable[[Recipe], float]) -> float:
+        """How far the loss at a rival's factor is above the lowest, with the first seed.
 
         It is read between the factors that were tried, linearly in their logarithms; beyond them
         the nearest one counts.
         """
         multiples = sorted(m for m in self.losses if math.isfinite(self.losses[m]))
         losses = [self.losses[multiple] for multiple in multiples]
-        at = np.interp(math.log(factor / self.factor), np.log(multiples), losses)
+        at = np.interp(math.log(rival(self.recipe) / self.factor), np.log(multiples), losses)
         return float(at) - min(losses)
 
     @property
@@ -113,20 +114,18 @@ def table() -> Table:
             else:
                 cells += ["", ""]
         if any(cells):
-            (rule, *_) = (arm[setting].factor for arm in by_arm.values() if setting in arm)
-            rows.append([setting, f"{rule:.3g}", *cells])
+            (here, *_) = (arm[setting] for arm in by_arm.values() if setting in arm)
+            rows.append([setting, f"{here.recipe.steps:,}", f"{here.factor:.3g}", *cells])
 
-    def summary(number: Callable[[Tried], float]) -> list[str]:
+    def summary(name: str, excess: Callable[[Tried], float], steps: str = "") -> list[str]:
         cells = []
         for by_setting in by_arm.values():
-            numbers = [number(here) for here in by_setting.values()]
+            numbers = [excess(t) for t in by_setting.values() if not steps or t.recipe.steps >= 600]
             cells += ["", f"{np.mean(numbers):.3f}, at most {max(numbers):.3f}" if numbers else ""]
-        return cells
+        return [name, steps, "", *cells]
 
-    def rival_cells(rival: Callable[[Recipe], float]) -> list[str]:
-        return summary(lambda here: here.excess(rival(here.recipe)))
-
-    rows.append(["the rule", "", *summary(lambda here: here.rule_excess)])
-    rows += [[name, "", *rival_cells(rival)] for name, rival in RIVALS.items()]
+    rows.append(summary("the rule", attrgetter("rule_excess")))
+    rows.append(summary("the rule", attrgetter("rule_excess"), "600 and more"))
+    rows += [summary(name, methodcaller("excess", rival)) for name, rival in RIVALS.items()]
     header = [f"{label}: {what}" for label in ARMS.values() for what in ("best factor", "excess")]
-    return Table(["setting", "factor of the rule", *header], rows)
+    return Table(["setting", "steps", "factor of the rule", *header], rows)

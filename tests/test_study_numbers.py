@@ -592,6 +592,10 @@ def test_what_the_page_on_the_rule_concludes():
         assert {excesses[setting] for setting in of_2048} == {0.0}
     longer = {r[0] for r in settings if int(r[1].replace(",", "")) >= 600}
     assert longer == {*of_2048, "1k", "512"} <= adamw.keys() & lean.keys()
+    rule, twice = (
+        seeds("rate_rule", f"4800 steps lean x{multiple}", "valid")[7] for multiple in (1, 2)
+    )
+    said("steps LEAN's loss is # lower at twice of it", rule - twice, page=RATE)
     costs = [lean[setting] for setting in longer]
     said("the excess is # on average and at most #", np.mean(costs), max(costs), page=RATE)
     said("4,800 steps with 0.37M parameters it cost # at most", max(costs), page=PRACTICE)

@@ -117,15 +117,15 @@ def table() -> Table:
             (here, *_) = (arm[setting] for arm in by_arm.values() if setting in arm)
             rows.append([setting, f"{here.recipe.steps:,}", f"{here.factor:.3g}", *cells])
 
-    def summary(name: str, excess: Callable[[Tried], float], steps: str = "") -> list[str]:
+    def summary(name: str, excess: Callable[[Tried], float], least: int = 0) -> list[str]:
         cells = []
         for by_setting in by_arm.values():
-            numbers = [excess(t) for t in by_setting.values() if not steps or t.recipe.steps >= 600]
+            numbers = [excess(t) for t in by_setting.values() if t.recipe.steps >= least]
             cells += ["", f"{np.mean(numbers):.3f}, at most {max(numbers):.3f}" if numbers else ""]
-        return [name, steps, "", *cells]
+        return [name, f"{least} and more" if least else "", "", *cells]
 
     rows.append(summary("the rule", attrgetter("rule_excess")))
-    rows.append(summary("the rule", attrgetter("rule_excess"), "600 and more"))
+    rows.append(summary("the rule", attrgetter("rule_excess"), least=600))
     rows += [summary(name, methodcaller("excess", rival)) for name, rival in RIVALS.items()]
     header = [f"{label}: {what}" for label in ARMS.values() for what in ("best factor", "excess")]
     return Table(["setting", "steps", "factor of the rule", *header], rows)

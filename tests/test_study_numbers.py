@@ -62,6 +62,12 @@ def differences(name, baseline, value="valid"):
     return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
 
+def best_run(question, start, seed=1):
+    """The name with the lowest validation loss of a seed, of those that begin so."""
+    names = [name for name in results(question) if name.startswith(start)]
+    return min(names, key=lambda name: seeds(question, name, "valid")[seed])
+
+
 def p_of_pairs(values):
     return stats.ttest_1samp(values, 0).pvalue
 
@@ -402,7 +408,7 @@ def test_settings_that_were_written_down_first():
             start = f"{setting} {arm} n="
             tried = [name for name in results("settings") if name.startswith(start)]
             assert len(tried) == 2
-            best = min(tried, key=lambda name: seeds("settings", name, "valid")[4])
+            best = best_run("settings", start, seed=4)
             assert best == start + n
             losses = seeds("settings", best, "documents")
             assert sorted(losses) == [4, 5, 6]
@@ -445,8 +451,7 @@ def test_what_was_compared_with_lean_in_the_same_settings():
     for setting, n, *cells in lines:
         lean = seeds("settings", f"{setting} lean 0 0.99 n={n}", "documents")[4]
         for ((question, name), costs), cell in zip(compared.items(), cells):
-            tried = [run for run in results(question) if run.startswith(f"{setting} {name} n=")]
-            best = min(tried, key=lambda run: seeds(question, run, "valid")[4])
+            best = best_run(question, f"{setting} {name} n=", seed=4)
             assert cell.endswith(f" ({best.rpartition('=')[2]})")
             assert name == "ember free" or best.endswith(f"n={n}")  # the n that LEAN's loss chose
             costs.append(seeds(question, best, "documents")[4] - lean)
@@ -682,14 +687,7 @@ def test_what_the_page_says_of_one_pass():
     ]
     said("gains # to # on the test documents after [2,400", min(gains), max(gains))
     plain, half, weighted = (
-        first(
-            "one_pass_64k",
-            min(
-                (name for name in results("one_pass_64k") if name.startswith(rule)),
-                key=lambda name: first("one_pass_64k", name),
-            ),
-            "documents",
-        )
+        first("one_pass_64k", best_run("one_pass_64k", rule), "documents")
         for rule in ("plain", "half", "weighted")
     )
     said("and loses # in [75", weighted - plain)
@@ -756,8 +754,8 @@ def test_other_models_at_the_usual_betas():
         for betas in ("0.9 0.95", "0 0.999"):
             tried = [name for name in results(question) if name.startswith(f"adamw {betas} ")]
             assert len(tried) in ((2, 3) if question in ("betas_untied", "betas_rotary") else (1,))
-            best = min(tried, key=lambda name: first(question, name))
-            losses.append(first(question, best, "documents"))
+            name = best_run(question, f"adamw {betas} ")
+            losses.append(first(question, name, "documents"))
         costs.append(losses[0] - losses[1])
     said("the test documents is # to # higher at 0.9, 0.95 (one seed)", min(costs), max(costs))
 
@@ -829,12 +827,11 @@ def test_the_best_rate_by_width():
 
 def test_64k_tokens_in_a_step():
     """What the page says of one seed at the better of the rates that were tried."""
-    losses = []
-    for question in ("batch_64k", "batch_64k_steps"):
-        for rule in ("adamw 0.9 0.999", "adamw 0 0.999"):
-            tried = [name for name in results(question) if name.rpartition(" n=")[0] == rule]
-            best = min(tried, key=lambda name: first(question, name))
-            losses.append(first(question, best, "documents"))
+    losses = [
+        first(question, best_run(question, f"{rule} n="), "documents")
+        for question in ("batch_64k", "batch_64k_steps")
+        for rule in ("adamw 0.9 0.999", "adamw 0 0.999")
+    ]
     said(
         "In 75 steps of 64k tokens (n = 9, ...) AdamW has # on the test documents with momentum "
         "and # without (# [without at n = 8]...), and after 300 such steps # and #",
@@ -860,9 +857,8 @@ def test_what_the_page_says_of_peers():
         first("one_pass_longer", "adafactor free n=3", "documents"),
         first(*ADAMW_LONGER, "documents"),
     )
-    tried = [name for name in results("table_rules") if name.startswith("balanced free")]
-    best = min(tried, key=lambda name: first("table_rules", name))
-    above = first("table_rules", best, "documents") - first(*ADAMW, "documents")
+    deepseek = first("table_rules", best_run("table_rules", "balanced free"), "documents")
+    above = deepseek - first(*ADAMW, "documents")
     said("rule** is # above AdamW on the test documents", above)
     without = [n for n in results("peers") if not n.startswith(("centered", "row_moment"))]
     above = min(first("peers", name, "documents") for name in without)
@@ -1090,13 +1086,12 @@ def test_lean_in_150_and_300_steps():
     """What docs/practice.md says of it beside AdamW, of the seed that both have."""
     below = []
     for steps in (150, 300):
-        best = []
+        losses = []
         for arm in ("lean", "adamw"):
             start = f"{steps} steps {arm} x"
-            tried = [name for name in results("rate_rule") if name.startswith(start)]
-            assert len(tried) == 3
-            best.append(min(seeds("rate_rule", name, "valid")[7] for name in tried))
-        below.append(best[1] - best[0])
+            assert len([name for name in results("rate_rule") if name.startswith(start)]) == 3
+            losses.append(seeds("rate_rule", best_run("rate_rule", start, seed=7), "valid")[7])
+        below.append(losses[1] - losses[0])
     said("was # lower after 150 steps, and # higher", below[0], -below[1], page=PRACTICE)
 
 

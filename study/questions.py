@@ -546,6 +546,70 @@ def _rate_rule(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
     }
 
 
+SECOND_SETTINGS: dict[str, dict[str, Any]] = {
+    "1.2M": _few_steps(600),
+    "1k": _few_steps(2400, **_batch(16, 2400)),
+    "2400 steps": _few_steps(2400),
+    "64k": _few_steps(75, **_batch(1024, 75)),
+}
+"""In which LEAN's constants are chosen: the base, small batches, more steps, and few large ones."""
+
+
+def _tokens_a_step(overrides: Mapping[str, Any]) -> int:
+    sequences: int = overrides.get("training.batch_size", 32)
+    return 64 * sequences
+
+
+def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
+    """What is tried for LEAN's second edition in a setting, at one rate.
+
+    "lean2" compares rows with the geometric mean of the columns' second moments, as the package
+    does since the second edition; "first" is LEAN as it was before.
+    """
+    by_tokens = 0.999 ** (_tokens_a_step(overrides) / 2048)
+    lean = {**COUPLED, "beta1": 0.0, "row_exponent": 0.75, "zero_sum": True}
+    adamw = {**ADAMW, "beta1": 0.0, "beta2": 0.999}
+    second = {
+        "0 0.99": {"beta2": 0.99},
+        "0 0.999": {},
+        **({} if by_tokens == 0.999 else {"0 tokens": {"beta2": by_tokens}}),
+        "0 0.999 a=0.5": {"row_exponent": 0.5},
+        "0 0.999 a=1": {"row_exponent": 1.0},
+        "0 0.999 free": {"zero_sum": False},
+        "0 0.999 decay=0.01": {"embedding_weight_decay": 0.01},
+        "0 0.999 decay=0.02": {"embedding_weight_decay": 0.02},
+    }
+    arms: dict[str, tuple[dict[str, Any], str]] = {
+        "adamw 0 0.999": (adamw, FAST),
+        "adamw 0 0.999 decay=0.02": ({**adamw, "embedding_weight_decay": 0.02}, FAST),
+        "first 0 0.99": ({**adamw, "beta2": 0.99}, "table_rules:PLAIN_DELAYED"),
+        "weighted 0 0.999": (adamw, "table_rules:WEIGHTED_DELAYED"),
+        **{
+            f"lean2 {name}": ({**lean, "beta2": 0.999, **options}, FAST)
+            for name, options in second.items()
+        },
+    }
+    return {
+        name: Entry({**options, "lr_factor": factor}, overrides, variant)
+        for name, (options, variant) in arms.items()
+    }
+
+
+def _screening() -> dict[str, Entry]:
+    """All that is tried, at the rate of :func:`rate_rule`."""
+    return {
+        f"{setting} {name}": entry
+        for setting, overrides in SECOND_SETTINGS.items()
+        for name, entry in _second(overrides, rate_rule(overrides["training.steps"])).items()
+    }
+
+
+def _geometric() -> dict[str, Entry]:
+    """The geometric mean alone, beside LEAN as it was, with the same beta2."""
+    tried = _second(SECOND_SETTINGS["1.2M"], 16.0)
+    return {name: tried[name] for name in ("first 0 0.99", "lean2 0 0.99", "lean2 0 0.999")}
+
+
 def _widths() -> dict[str, Entry]:
     """LEAN in models that differ in nothing but their width, at rates around the best."""
     return {
@@ -737,6 +801,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "rate_rule": _rate_rule(RATE_SETTINGS),
     # Another text: run with more Wikipedia articles instead of TEXT.
     "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
+    "geometric": _geometric(),
+    "screening": _screening(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -752,6 +818,7 @@ ON_A_GPU = ("10M",)
 UNFINISHED = (
     "10M",
     "ember_and_free",
+    "geometric",
     *(
         name
         for name in QUESTIONS
@@ -764,6 +831,7 @@ UNFINISHED = (
     "rate_rule",
     "rate_rule_wiki",
     "row_moments",
+    "screening",
     "settings",
     "width",
 )

@@ -36,9 +36,10 @@ def table(rule: str, **options: bool | float) -> Variant:
 
 
 def _lean(columns: str, timing: str, *, zero_sum: bool = True) -> Variant:
-    """LEAN: "plain" columns are those of g, "half" ones of w^(1/2) g, "weighted" ones of w g."""
+    """LEAN's first edition: "plain" columns are those of g, "weighted" of w g, "half" between."""
     weight = {"plain": 0.0, "half": 0.5, "weighted": 1.0}[columns]
-    return table("lean", zero_sum=zero_sum, column_weight=weight, delayed=timing == "delayed")
+    delayed = timing == "delayed"
+    return table("lean", zero_sum=zero_sum, column_weight=weight, delayed=delayed, geometric=False)
 
 
 PLAIN_EXACT, PLAIN_DELAYED = _lean("plain", "exact"), _lean("plain", "delayed")

@@ -36,6 +36,7 @@ class CoupledAdamOracle:
     r: Array = field(init=False)
     nu: Array = field(init=False)
     d: Array = field(init=False)
+    rho: float = 1.0
     largest_update: float = 0.0
     largest_factor: float = 0.0
 
@@ -73,14 +74,13 @@ class CoupledAdamOracle:
         self.embeddings -= self.lr * m_hat / denominator
 
     def step_lean(self, g: Array) -> None:
-        weights = self.weights(g)
         seen = max(self.t - 1, 1)  # gradients in nu, which is 0 in the first step
-        finite = self.nu[~np.isinf(self.nu)]
-        rho = finite.mean() / (1 - self.beta2**seen) if len(finite) else 1.0
+        self.rho = self.typical_square() / (1 - self.beta2**seen)
+        weights = self.weights(g)
         rates = np.zeros_like(self.nu)
         for j in np.flatnonzero(self.nu):
             nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**seen)
-            rates[j] = self.lr * rho ** (self.row_exponent / 2) / (np.sqrt(nu_hat) + self.eps)
+            rates[j] = self.lr * self.rho ** (self.row_exponent / 2) / (np.sqrt(nu_hat) + self.eps)
         updates, factors = np.zeros((2, *self.embeddings.shape))
         for i in range(len(self.embeddings)):
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
@@ -94,12 +94,23 @@ class CoupledAdamOracle:
         if weights.any() and self.lr:
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 
+    def typical_square(self) -> float:
+        """The geometric mean of nu, to which no column counts as more than 10^4 times as far."""
+        known = [nu_j for nu_j in self.nu if nu_j and not np.isinf(nu_j)]
+        if not known:
+            return 1.0
+        middle = np.exp(np.mean(np.log(known)))
+        return float(np.exp(np.mean(np.log(np.clip(known, middle * 1e-4, middle * 1e4)))))
+
     def weights(self, g: Array) -> Array:
         """Each row's weight, 0 without a gradient so far."""
         self.r = self.beta2 * self.r + (1 - self.beta2) * (g**2).mean(axis=1)
         weights = np.zeros_like(self.r)
         for i in np.flatnonzero(self.r):
             weights[i] = (self.r[i] / (1 - self.beta2**self.t)) ** (-self.row_exponent / 2)
+            relative = self.rho ** (self.row_exponent / 2)  # in the columns' rates
+            if norm := np.sqrt((g[i] ** 2).mean()):  # no row moves further than 30 times the rate
+                weights[i] = min(weights[i], 30 * np.sqrt(self.rho) / norm / relative)
         return weights
 
     def average(self, g: Array, weights: Array) -> None:

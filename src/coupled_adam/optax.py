@@ -136,11 +136,17 @@ def scale_by_coupled_adam(
 
     def lean(count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any) -> tuple[Any, ...]:
         dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
-        r = average(r, jnp.square(g).mean(1 - vocab_axis))
+        square = jnp.square(g).mean(1 - vocab_axis)  # [V]
+        r = average(r, square)
         # The inner `where`, here and below, keeps gradients through the update finite. A token with
         # r = 0 has had no gradient, and the squares of one with inf have overflowed.
         r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count))
         w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-row_exponent / 2)).astype(nu.dtype)
+        seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
+        rho = optax.tree.bias_correction(_typical_square(nu), b2, seen)
+        # A row whose gradient jumps moves by at most 30 times the rate.
+        limit = 30 * rho ** (0.5 - row_exponent / 2) / jnp.sqrt(jnp.where(square == 0, 1, square))
+        w = jnp.where((square != 0) & (w > limit), limit.astype(nu.dtype), w)
         w = jnp.expand_dims(w, 1 - vocab_axis)  # [V, 1]
         active = w != 0
         k = active.sum(dtype=nu.dtype)
@@ -151,12 +157,7 @@ def scale_by_coupled_adam(
 
         # No sum over tokens needs another: devices that share them exchange all of them at once.
         squares, mean_moment = mean(jnp.square(g)), mean(w * m)
-        seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
-        # Columns whose squares have overflowed stand still, and are left out of the mean.
-        is_finite = ~jnp.isinf(nu)
-        total, number = jnp.stack([jnp.where(is_finite, nu, 0), is_finite]).sum(1)  # one all-reduce
-        rho = optax.tree.bias_correction(total / jnp.maximum(number, 1), b2, seen)
-        relative = jnp.where(rho == 0, 1, rho) ** (row_exponent / 2)
+        relative = rho ** (row_exponent / 2)
         rate = relative / denominators(jnp.where(nu == 0, 1, nu), seen)
         rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
         # Without any active token this is a step that has seen nothing: nu and d stay.
@@ -193,6 +194,19 @@ def scale_by_coupled_adam(
         return updates, ScaleByCoupledAdamState(count, mu, *means)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _typical_square(nu: jax.Array) -> jax.Array:
+    """rho before its bias correction, as in :func:`coupled_adam.optim.reference.log_of_nu`."""
+    # Columns without a gradient, and those whose squares have overflowed, are left out.
+    known = (nu != 0) & ~jnp.isinf(nu)
+    logs = jnp.log(jnp.where(known, nu, 1))
+    number = jnp.maximum(known.sum(), 1)
+    center = logs.sum() / number
+    # No column counts as more than 10^4 times as far as the others, so that one cannot move rho.
+    limit = math.log(1e4)
+    distances = jnp.where(known, jnp.clip(logs - center, -limit, limit), 0)
+    return jnp.exp(center + distances.sum() / number)
 
 
 def coupled_adamw(

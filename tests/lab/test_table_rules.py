@@ -89,7 +89,7 @@ CASES = {
     "adam": (adam, {}),
     "adam, zero-sum": (without_mean(adam), {"zero_sum": True}),
     "adam, half": (without_mean(adam, exponent=0.5), {"zero_sum": True, "exponent": 0.5}),
-    "lean": (lean_in_two_passes, {"delayed": False}),
+    "lean": (lean_in_two_passes, {"delayed": False, "geometric": False}),
     "ember": (ember, {}),
     "ember, zero-sum": (without_mean(ember), {"zero_sum": True}),
     "adafactor": (adafactor, {}),

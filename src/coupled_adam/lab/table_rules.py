@@ -44,13 +44,17 @@ def adam(g: Tensor, group: Group, state: State) -> Tensor:
 
 
 def lean(g: Tensor, group: Group, state: State) -> Tensor:
-    """LEAN with its two choices: how columns are measured, and when sums over rows are used.
+    """LEAN with its choices: how columns and their mean are measured, and when sums are used.
 
     The columns' second moment is that of w^c g with the rows' weights w and c = ``column_weight``.
     ``delayed`` sums are those of the step before, so that a step is one pass over memory;
-    otherwise they are this step's. :data:`coupled_adam.LEAN` is the delayed one with c = 0.
+    otherwise they are this step's. Rows are compared with the ``geometric`` mean of the columns'
+    second moments, or with the mean of the rows'. :data:`coupled_adam.LEAN` is delayed and
+    geometric, with c = 0 and, beyond this rule, bounds on gradients that jump.
     """
     t, beta2, rows = state["step"].item(), group["betas"][1], len(g)
+    if group["geometric"] and (group["column_weight"] or not group["delayed"]):
+        raise ValueError("geometric=True needs delayed=True and column_weight=0")
     delayed = group["delayed"] and t > 1
     r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
     nu = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
@@ -62,6 +66,9 @@ def lean(g: Tensor, group: Group, state: State) -> Tensor:
     state["count"] = count = active.sum()
     state["mean_row"] = r.sum() / count / (1 - beta2**t)
     mean_row = before["mean_row"] if delayed else state["mean_row"]
+    if group["geometric"] and delayed:
+        mean_row = nu_before[nu_before > 0].log().mean().exp()
+        mean_row = mean_row * rows / before["count"] / (1 - beta2 ** (t - 1))
     relative = r / (1 - beta2**t) / mean_row
     w = torch.where(active, relative ** (-group["exponent"] / 2), 0.0)[:, None]  # [V, 1]
     # 2. The columns' rates. Means are over the rows that have had a gradient; nu is one over all V
@@ -177,7 +184,13 @@ class Rule:
     options: Mapping[str, bool | float] = field(default_factory=dict)
 
 
-_LEAN = {"delayed": True, "exponent": 0.75, "column_weight": 0.0, "zero_sum": True}
+_LEAN: Mapping[str, bool | float] = {
+    "delayed": True,
+    "geometric": True,
+    "exponent": 0.75,
+    "column_weight": 0.0,
+    "zero_sum": True,
+}
 
 
 def _matrix(V: int, H: int) -> int:

@@ -18,8 +18,9 @@ move. All sums over rows are those of the step before, so that a step reads g an
 e once::
 
     r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (row_exp_avg_sq)
-    rho  = (1/H) sum_j nu_j / (1 - beta2^(t-1))
-    w_i  = (r_i / (1 - beta2^t) / rho)^(-a/2)
+    c    = (1/h) sum_j log(nu_j)                                      (h columns with nu_j > 0)
+    rho  = exp(c + (1/h) sum_j clamp(log(nu_j) - c, -L, L)) / (1 - beta2^(t-1))
+    w_i  = min((r_i / (1 - beta2^t) / rho)^(-a/2), B (rho / (1/H) sum_j g_ij^2)^(1/2))
     u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^(t-1))) + eps)
     e_i <- e_i - (u_i - d)
 
@@ -33,9 +34,16 @@ nothing, except by weight decay, and only measures. A row whose squares overflow
 column whose squares overflow has a rate of 0 and is left out of rho: they are not updated any more,
 and the others are not affected. At lr = 0 nothing moves: d is kept for a later step.
 
+Large gradients that are finite are bounded, too. rho is the geometric mean of nu, in which a column
+counts as at most e^L = 10^4 times the others (or that part of them), so that a single element does
+not make other rows move further. And no row moves further than B = 30 times the rate in the step in
+which its gradient jumps, in root mean square; Adam's limit is (1 - beta2)^(-1/2), or 32 for 0.999.
+
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
 tested against this module, and this module against the formulas in float64.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -44,6 +52,8 @@ from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 from coupled_adam.optim.rounding import round_
 
 SKIPS_ON_DEVICE = False
+LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
+LARGEST_STEP = 30.0  # of a row, relative to the rate, when its gradient jumps
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
@@ -77,8 +87,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     """
     grad = scaled_gradient(matrix, scalars)  # [V, H]
     if weights is None:
-        mean_nu = finite_mean(*finite_sum(matrix.exp_avg_sq))
-        weights = row_weights(matrix, grad.square().sum(1), mean_nu, scalars)  # [V]
+        log_nu = log_of_nu(matrix.exp_avg_sq)
+        weights = row_weights(matrix, grad.square().sum(1), log_nu, scalars)  # [V]
     # 1. u: the updates of the rows that have had a gradient
     active = (weights != 0)[:, None]  # [V, 1]
     grad = torch.where(active, grad, 0.0)
@@ -124,16 +134,23 @@ def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:
 
 
 def row_weights(
-    matrix: CoupledMatrix, row_squares: Tensor, mean_nu: Tensor, scalars: Scalars
+    matrix: CoupledMatrix, row_squares: Tensor, log_nu: Tensor, scalars: Scalars
 ) -> Tensor:
-    """Update r_i from the sums of (factor g)^2 over all columns, [rows]; return w_i, [rows]."""
+    """Update r_i from the sums of (factor g)^2 over all columns, [rows]; return w_i, [rows].
+
+    ``log_nu`` is log rho before its bias correction, 0-dim; see :func:`log_of_nu`.
+    """
     r, exponent = matrix.row_exp_avg_sq, matrix.group["row_exponent"] / 2
     assert r is not None
-    new = _averaged(r, row_squares / matrix.hidden_size, matrix.beta2)  # [rows]
+    mean_squares = row_squares / matrix.hidden_size
+    new = _averaged(r, mean_squares, matrix.beta2)  # [rows]
     r.copy_(new)
-    rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _seen(matrix.beta2, scalars.t)
+    rho = log_nu.exp() / _seen(matrix.beta2, scalars.t)
     # The inner `where` keeps the gradient of a differentiable step finite.
     powers = torch.where(new == 0, 1.0, new / (1 - matrix.beta2**scalars.t)) ** -exponent
+    norms = torch.where(mean_squares == 0, 1.0, mean_squares).to(powers.dtype).sqrt()
+    limits = LARGEST_STEP * rho ** (0.5 - exponent) / norms
+    powers = torch.where((mean_squares != 0) & (powers > limits), limits, powers)
     weights: Tensor = torch.where((new == 0) | new.isinf(), 0.0, powers) * rho**exponent
     return weights.to(r.dtype)
 
@@ -147,15 +164,26 @@ def column_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
 
 
-def finite_sum(nu: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the columns of nu [H] that have not overflowed, and their number, 0-dim each."""
-    is_finite = ~nu.isinf()
-    return torch.where(is_finite, nu, 0.0).sum(), is_finite.sum()
+def log_of_nu(nu: Tensor) -> Tensor:
+    """log rho before its bias correction, from all of nu [H], 0-dim; 0 if no column is known."""
+    logs, known = known_logs(nu)
+    number = known.sum().clamp(min=1)
+    center = logs.sum() / number
+    return center + distances(logs, known, center).sum() / number
 
 
-def finite_mean(total: Tensor, count: Tensor) -> Tensor:
-    """The mean of what :func:`finite_sum` has summed, 0-dim; 0 if there is nothing."""
-    return total / count.clamp(min=1)
+def known_logs(nu: Tensor) -> tuple[Tensor, Tensor]:
+    """log nu_j where it is known, otherwise 0; and whether it is, [H] each.
+
+    It is not known of a column that never had a gradient, or whose squares have overflowed.
+    """
+    known = (nu != 0) & (nu != math.inf)
+    return torch.where(known, nu, 1.0).to(wide(nu)).log(), known
+
+
+def distances(logs: Tensor, known: Tensor, center: Tensor) -> Tensor:
+    """How far each column's log nu_j is from the mean of all, [H], as far as it counts."""
+    return torch.where(known, (logs - center).clamp(-LOG_LIMIT, LOG_LIMIT), 0.0)
 
 
 def step_size(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> Tensor:
@@ -231,5 +259,10 @@ def _averaged(old: Tensor, mean_square: Tensor, beta2: float | Tensor) -> Tensor
     In double precision where the device has it: in single precision beta2 is rounded, and no longer
     1 minus the share of the new square.
     """
-    wide = old.dtype if old.device.type == "mps" else torch.float64
-    return (beta2 * old.to(wide) + (1 - beta2) * mean_square.to(wide)).to(old.dtype)
+    dtype = wide(old)
+    return (beta2 * old.to(dtype) + (1 - beta2) * mean_square.to(dtype)).to(old.dtype)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype for sums and powers of a few numbers: float64, except on MPS, which lacks it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64

@@ -125,7 +125,7 @@ def update_lean(
     pending: Pending,
 ) -> None:
     """LEAN: update with the sums of the step before, and sum for the next one."""
-    # 1. Where ranks or segments have parts of rows: the sums over whole rows, [rows], and mean(nu)
+    # 1. Where ranks or segments have parts of rows: the sums over whole rows, [rows], and log rho
     cut = [matrix for matrix in matrices if not matrix.has_whole_rows]
     whole_rows = _sum_rows(cut) if cut else {}
     # 2. The pass; with zeros on a copy as long as no rank is known to have a gradient
@@ -138,9 +138,9 @@ def update_lean(
             continue
         weights = None
         if matrix in whole_rows:
-            squares, mean_nu = whole_rows[matrix]
+            squares, log_nu = whole_rows[matrix]
             squares = reference.scaled(squares, scalars.factor)
-            weights = reference.row_weights(updated, squares, mean_nu, scalars)
+            weights = reference.row_weights(updated, squares, log_nu, scalars)
         total = matrix.kernel.lean(updated, weights, scalars)
         # What records a step must see all of it; DeepSpeed's wrapper may read the state itself.
         is_recorded = matrix.no_host_reads or matrix.group["capturable"]
@@ -161,21 +161,27 @@ def update_lean(
 def _sum_rows(
     matrices: Sequence[CoupledMatrix],
 ) -> dict[CoupledMatrix, tuple[Tensor, Tensor]]:
-    """The sums over whole rows of the squared gradient, [rows], and nu's mean over all columns.
+    """The sums over whole rows of the squared gradient, [rows], and log rho over all columns.
 
     A matrix then has a gradient if any rank has one.
     """
-    vectors = []  # [rows + 2] each: the rows' sums, nu's sum, and of how many columns that is
-    for matrix in matrices:
+    # 1. The mean of log nu over all columns. Of a flattened matrix each rank has all of nu, which
+    # does not change the mean.
+    logs = [reference.known_logs(matrix.exp_avg_sq) for matrix in matrices]
+    sums = [torch.stack([x.sum(), known.sum().to(x)]) for x, known in logs]
+    by_column = [(m, x, m.column_ranks) for m, x in zip(matrices, sums)]
+    totals = [(total[0], total[1].clamp(min=1)) for total in _add_up(by_column).result()]
+    # 2. The rows' sums and, behind them, how far all columns are from this mean, [rows + 1] each
+    vectors = []
+    for matrix, of_columns, (total, number) in zip(matrices, logs, totals):
         rows = _squares_of_rows(matrix)
-        # Of a flattened matrix each rank has all of nu, which does not change the mean.
-        nu = torch.stack([x.to(rows) for x in reference.finite_sum(matrix.exp_avg_sq)])
-        vectors.append((matrix, torch.cat([rows, nu]), matrix.column_ranks))
+        distance = reference.distances(*of_columns, total / number).sum()
+        vectors.append((matrix, torch.cat([rows, distance[None].to(rows)]), matrix.column_ranks))
     whole_rows = {}
-    for matrix, total in zip(matrices, _add_up(vectors).result()):
-        matrix.has_gradient = _is_stepping(matrix, total)
+    for matrix, (total, number), rows in zip(matrices, totals, _add_up(vectors).result()):
+        matrix.has_gradient = _is_stepping(matrix, rows)
         # The last number, which _add_up has appended, counts the ranks with a gradient.
-        whole_rows[matrix] = total[:-3], reference.finite_mean(total[-3], total[-2])
+        whole_rows[matrix] = rows[:-2], (total + rows[-2]) / number
     return whole_rows
 
 
@@ -275,6 +281,5 @@ def _count(matrix: CoupledMatrix, skip: Tensor | None) -> float | Tensor:
     step += 1 if skip is None else (skip == 0).to(step.device)
     if matrix.kernel.SKIPS_ON_DEVICE:
         return step
-    # In float64, except on MPS, which lacks it: in float32 1 - beta^t would lose five digits.
-    wide = step.dtype if step.device.type == "mps" else torch.float64
-    return step.to(wide, copy=True)
+    # In float32 1 - beta^t would lose five digits.
+    return step.to(reference.wide(step), copy=True)

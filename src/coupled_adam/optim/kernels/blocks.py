@@ -46,8 +46,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     """Update the matrix by LEAN."""
     if weights is None:
         squares = reference.scaled(sum_rows(matrix), scalars.factor)
-        mean_nu = reference.finite_mean(*reference.finite_sum(matrix.exp_avg_sq))
-        weights = reference.row_weights(matrix, squares, mean_nu, scalars)
+        log_nu = reference.log_of_nu(matrix.exp_avg_sq)
+        weights = reference.row_weights(matrix, squares, log_nu, scalars)
     rates = reference.column_rates(matrix, scalars)  # [columns]
     active = weights != 0  # [rows]
     parts = [
@@ -88,8 +88,8 @@ def _sum_over_rows(x: Tensor, dtype: torch.dtype, *, squared: bool = False) -> T
     pieces = x[: whole * _SUM_ROWS].unflatten(0, (whole, _SUM_ROWS)), x[whole * _SUM_ROWS :][None]
     if squared:  # the norm needs no temporary as large as the block
         norms = [torch.linalg.vector_norm(piece, dim=1, dtype=dtype) for piece in pieces]
-        return torch.cat(norms).square_().sum(0, dtype=_wide(x))
-    return torch.cat([piece.sum(1) for piece in pieces]).sum(0, dtype=_wide(x))
+        return torch.cat(norms).square_().sum(0, dtype=reference.wide(x))
+    return torch.cat([piece.sum(1) for piece in pieces]).sum(0, dtype=reference.wide(x))
 
 
 def blocks(
@@ -122,11 +122,6 @@ def _total(matrix: CoupledMatrix, parts: list[Tensor], size: int | None = None) 
     if not parts:
         return nu.new_zeros(size or len(nu))
     return torch.stack(parts).sum(0).to(nu.dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype in which the sums of pieces are added."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _of_block(scalars: Scalars, rows: slice) -> Scalars:

@@ -47,10 +47,10 @@ typedef struct {
     /* Written by sum_squares, [H], read by apply; written by lean, [2 H + 1], as in reference.py. */
     double *sums;
     /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
-     * (r / row_correction / rho)^-exponent, where rho is the mean of nu / nu_correction. If r is NULL,
-     * the weights are given. */
+     * (r / row_correction / rho)^-exponent, but at most largest_step root(rho / (row_share times its sum
+     * of squares)). If r is NULL, the weights are given. */
     void *row_exp_avg_sq, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
-    double row_share, row_correction, nu_correction, exponent;
+    double row_share, row_correction, nu_correction, exponent, log_limit, largest_step;
     int32_t finish; /* whether lean updates nu and mean_update from its sums */
 } Update;
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, is_plain_memory
 
 SKIPS_ON_DEVICE = False
@@ -40,6 +41,7 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("sums", "row_exp_avg_sq", "weights", "mean_update")),
         *((name, ctypes.c_double) for name in ("row_share", "row_correction")),
         *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
+        *((name, ctypes.c_double) for name in ("log_limit", "largest_step")),
         ("finish", ctypes.c_int32),
     ]
 
@@ -99,6 +101,9 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.row_correction = 1 - beta2**t
         record.exponent = matrix.group["row_exponent"] / 2
         record.nu_correction = seen
+        record.log_limit = reference.LOG_LIMIT
+        # row_share has another factor than the mean of the squares
+        record.largest_step = reference.LARGEST_STEP * (1 - beta2) ** 0.5
         record.finish = not matrix.row_ranks
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()

@@ -258,6 +258,7 @@ typedef struct {
     T *no_row, *no_param;    /* zeros, and what stands for a missing row of what is written */
     double *total;           /* sums over all rows */
     int64_t active;          /* LEAN's rows that have had a gradient */
+    double largest;          /* LEAN's bound on a row's weight times the root of row_share times its squares */
     GROUP group;
 } NAME(Work);
 
@@ -417,25 +418,33 @@ LEAN_COLUMNS(lean_moment_columns, 1, 0)
 LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
 
 /* A row's weight from its squares, and the new r; or the weight that is given. */
-static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares) {
+static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares, double largest) {
     if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
     WIDE *r = (WIDE *)u->row_exp_avg_sq + row;
     const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);
     *r = (WIDE)(u->beta2 * *r + share);
-    return NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
+    const WIDE weight = NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
+    const double limit = largest / sqrt(share); /* infinite without a gradient */
+    return weight > limit ? (WIDE)limit : weight;
 }
 
-/* rho^exponent; columns whose squares have overflowed are left out of the mean. */
-static double NAME(relative)(const Update *u) {
+/* log rho before its bias correction: the columns' mean distance from `center`, in log nu. */
+static double NAME(mean_log)(const Update *u, double center, double limit) {
     const WIDE *nu = u->exp_avg_sq;
     double sum = 0;
-    int64_t finite = 0;
+    int64_t known = 0;
     for (int64_t j = 0; j < u->columns; j++) {
-        if (isinf(nu[j])) continue;
-        sum += nu[j];
-        finite++;
+        if (nu[j] == 0 || isinf(nu[j])) continue;
+        const double distance = log(nu[j]) - center;
+        sum += distance > limit ? limit : distance < -limit ? -limit : distance;
+        known++;
     }
-    return sum == 0 ? 1 : pow(sum / (double)finite, u->exponent) * pow(u->nu_correction, -u->exponent);
+    return known ? sum / (double)known : 0;
+}
+
+static double NAME(rho)(const Update *u) {
+    const double center = NAME(mean_log)(u, 0, INFINITY);
+    return exp(center + NAME(mean_log)(u, center, u->log_limit)) / u->nu_correction;
 }
 
 /* Go to rows, and take their weights from their squares. */
@@ -445,7 +454,7 @@ static void NAME(lean_go_to)(NAME(Work) *work, int64_t row, int64_t run) {
     NAME(go_to)(work, row, run);
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
-        const WIDE weight = is_row ? NAME(lean_weight)(u, row, group->squares[r]) : 0;
+        const WIDE weight = is_row ? NAME(lean_weight)(u, row, group->squares[r], work->largest) : 0;
         memset(group->squares[r], 0, sizeof group->squares[r]);
         work->active += weight != 0;
         group->weight[r] = weight, group->scaled[r] = weight * (WIDE)u->factor;
@@ -506,7 +515,12 @@ static void NAME(lean_pass)(Share *share) {
     /* 1. What is known of each column */
     WIDE *vectors = work.group.vectors = (WIDE *)share->memory;
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
-    const double lr = u->lr * (u->row_exp_avg_sq == NULL ? 1 : NAME(relative)(u));
+    double lr = u->lr;
+    if (u->row_exp_avg_sq != NULL) {
+        const double rho = NAME(rho)(u);
+        lr *= pow(rho, u->exponent);
+        work.largest = u->largest_step * pow(rho, 0.5 - u->exponent);
+    }
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         WIDE *of_line = vectors + OF(0) + i % LINE;

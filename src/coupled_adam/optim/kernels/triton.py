@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 
 SKIPS_ON_DEVICE = True
@@ -112,6 +113,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         nu, mean, None if weights is not None else matrix.row_exp_avg_sq, weights, sums,
         rows, columns,
         share=share, exponent=matrix.group["row_exponent"] / 2,
+        log_limit=reference.LOG_LIMIT / math.log(2), largest_step=reference.LARGEST_STEP,
         **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
     )
     are_complete = not matrix.row_ranks and weights is None
@@ -346,7 +348,7 @@ def _lean(
     exp_avg, exp_avg_row_stride, exp_avg_column_stride,
     nu, mean, r, weights, sums,  # r is None if the weights are given
     rows, columns,
-    share, exponent, t, lr, log_beta1, log_beta2, scale, eps,
+    share, exponent, log_limit, largest_step, t, lr, log_beta1, log_beta2, scale, eps,
     weight, decay, factor, skip, noise_t, first_row, first_column, salt,
     STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -368,12 +370,16 @@ def _lean(
     t = _number(t)
     rate = _step_size(known, t, t - 1, lr, log_beta1, log_beta2, scale, eps)
     if r is not None:
-        # Columns whose squares have overflowed are left out.
-        is_finite = inside & (second != float("inf"))
-        finite = tl.sum(tl.where(is_finite, 1.0, 0.0), axis=0)
-        mean_nu = tl.sum(tl.where(is_finite, second, 0.0), axis=0) / tl.maximum(finite, 1.0)
-        rho = tl.where(mean_nu == 0, 1.0, mean_nu) / _correction(t - 1, log_beta2)
+        # rho; columns of which nothing is known, or whose squares have overflowed, are left out.
+        is_known = inside & (second != 0) & (second != float("inf"))
+        number = tl.maximum(tl.sum(tl.where(is_known, 1.0, 0.0), axis=0), 1.0)
+        logs = tl.log2(tl.where(is_known, second, 1.0))
+        center = tl.sum(logs, axis=0) / number
+        distance = tl.where(is_known, logs - center, 0.0)
+        distance = tl.minimum(tl.maximum(distance, -log_limit), log_limit)
+        rho = tl.exp2(center + tl.sum(distance, axis=0) / number) / _correction(t - 1, log_beta2)
         rate *= _power(rho, exponent)
+        largest = largest_step * _power(rho, 0.5 - exponent)
     rate = tl.where(second == 0, 0.0, rate)
 
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
@@ -390,10 +396,13 @@ def _lean(
         # Each row's weight: 0 if it never had a gradient, or if its squares overflow.
         if r is not None:
             old = tl.load(r + row, mask=row < rows, other=0.0)
-            new = _average(old, tl.sum(g * g, axis=1) / columns, share)
+            mean_square = tl.sum(g * g, axis=1) / columns
+            new = _average(old, mean_square, share)
             tl.store(r + row, new, mask=row < rows)
             unknown = (new == 0) | (new == float("inf"))
             power = _power(tl.div_rn(tl.where(unknown, 1.0, new), row_correction), -exponent)
+            limit = tl.div_rn(largest, tl.sqrt_rn(tl.where(mean_square == 0, 1.0, mean_square)))
+            power = tl.where((mean_square != 0) & (power > limit), limit, power)
             w = tl.where(unknown, 0.0, power)
         else:
             w = tl.load(weights + row, mask=row < rows, other=0.0)

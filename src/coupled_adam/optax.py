@@ -201,8 +201,9 @@ def _typical_square(nu: jax.Array) -> jax.Array:
     # Columns without a gradient, and those whose squares have overflowed, are left out.
     known = (nu != 0) & ~jnp.isinf(nu)
     logs = jnp.log(jnp.where(known, nu, 1))
-    number = jnp.maximum(known.sum(), 1)
-    center = logs.sum() / number
+    total, number = jnp.stack([logs, known]).sum(1)  # in one all-reduce, where columns are split
+    number = jnp.maximum(number, 1)
+    center = total / number
     # No column counts as more than 10^4 times as far as the others, so that one cannot move rho.
     limit = math.log(1e4)
     distances = jnp.where(known, jnp.clip(logs - center, -limit, limit), 0)

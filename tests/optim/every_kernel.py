@@ -45,6 +45,10 @@ def assert_same_bits(left, right):
         assert torch.equal(x, right[name]), name
 
 
+JUMPS = {"element": (7, 5), "row": (7,), "column": (slice(None), 5)}
+"""Where a gradient jumps, by name."""
+
+
 class EveryKernel:
     device = "cpu"
     dtypes = DTYPES
@@ -167,6 +171,49 @@ class EveryKernel:
         assert overflowed.tolist() in ([False] * 4, [False, False, True, False])
         assert torch.equal(p[:, overflowed], before[:, overflowed])
         assert optimizer.state[p]["mean_update"].ne(0).tolist() == (~overflowed).tolist()
+
+    @pytest.mark.parametrize("place", JUMPS.values(), ids=JUMPS.keys())
+    @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "zero-sum"])
+    def test_a_jump_does_not_make_others_move_further(self, name, place, kernel):
+        """Whatever jumps, for one step, and by any factor: the rest moves at most 1.5 times."""
+        lengths = []
+        for factor in (1.0, 1e3, 1e18):
+            p = self.parameter((400, 64))
+            optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
+            lengths.append([])
+            for step in range(8):
+                p.grad = self.gradient((400, 64), step)
+                if step == 3:
+                    p.grad[place] *= factor
+                before = p.detach().clone()
+                optimizer.step()
+                assert p.isfinite().all()
+                if step > 3:
+                    moves = (p.detach() - before).abs()
+                    moves[7] = moves[:, 5] = 0
+                    lengths[-1].append(moves.sum().item())
+        usual, *after_jumps = lengths
+        for after_jump in after_jumps:
+            assert all(length <= 1.5 * x for length, x in zip(after_jump, usual))
+
+    @pytest.mark.parametrize("name", list(LEAN))
+    def test_a_jump_of_all_is_bounded(self, name, kernel):
+        """No step of a row is longer than 30 times the rate, in root mean square."""
+        p = self.parameter((48, 32))
+        optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
+        (group,) = optimizer.param_groups
+        for step in range(30):
+            p.grad = 1 + self.gradient((48, 32), step)
+            p.grad *= 1e4 if step >= 24 else 1.0
+            before = p.detach().clone()
+            optimizer.step()
+            if step > 1:
+                length = (p.detach() - before).square().mean(1).sqrt().max().item()
+                scale = group["lr"] / group["second_moment_scale"] ** 0.5
+                # the mean of the updates before is taken back, too
+                assert length < 2 * 30 * scale
+            if step == 24 and group["betas"][0] == 0:
+                assert length > scale, "the jump was none"
 
     @pytest.mark.parametrize("name", ["coupled", *LEAN])
     @pytest.mark.parametrize("is_tensor", [False, True])

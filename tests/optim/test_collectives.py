@@ -143,7 +143,8 @@ def test_coupled_adam_waits_for_one(mesh):
 
 
 def test_rows_that_are_cut(mesh):
-    """Each row's sum of squares and nu's mean, of all matrices at once, are needed first."""
+    """The mean of log nu, then each row's sum of squares and rho, of all matrices at once."""
     _, steps = counted(mesh, Shard(1), **CASES["LEAN"])
-    sums = MATRICES * (64 + 3)
-    assert steps == 3 * [[("all_reduce", sums), ("wait", sums)]]
+    exchanges = MATRICES * (2 + 1), MATRICES * (64 + 1 + 1)
+    expected = [(verb, sums) for sums in exchanges for verb in ("all_reduce", "wait")]
+    assert steps == 3 * [expected]

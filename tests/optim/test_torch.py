@@ -62,7 +62,7 @@ def test_signature(ours, theirs):
         assert mine[name].kind == parameter.kind, name
     added = {name: p.default for name, p in mine.items() if name not in torchs}
     # A model, or embeddings=, may say all these, and they are None where they are not given.
-    assert added == dict.fromkeys({*OPTIONS, "embeddings", "vocab_size", "lr_factor"})
+    assert added == dict.fromkeys({*OPTIONS, "embeddings", "vocab_size", "steps", "lr_factor"})
     with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
         ours([nn.Parameter(torch.zeros(2, 2))], couple=True)
 

@@ -94,10 +94,12 @@ class _ArmWithBetas(Arm):
         """The embeddings' rate and betas, of which ``betas`` are the usual ones."""
         # Either may be left out, and is the usual one then.
         own = self.beta1, self.beta2
-        return {
-            "lr": self.lr_factor * self.rate(training),
-            "betas": tuple(usual if beta is None else beta for beta, usual in zip(own, betas)),
+        options: dict[str, Any] = {
+            "betas": tuple(usual if beta is None else beta for beta, usual in zip(own, betas))
         }
+        if self.lr_factor is not None:
+            options["lr"] = self.lr_factor * self.rate(training)
+        return options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,20 +160,22 @@ class CoupledAdamArm(_ArmWithBetas):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeanArm(_ArmWithBetas):
-    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``."""
+    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``.
+
+    lr_factor: as for all arms; null means that it follows from the number of steps.
+    """
 
     name = "LEAN"
     optimizer: Literal["lean"] = "lean"
-    lr_factor: Positive = 2.0
+    lr_factor: Positive | None = None  # type: ignore[assignment]
 
     def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with LEAN's options for the embeddings."""
         from coupled_adam import LEAN, CoupledAdamW
 
-        # The arm has a rate of its own.
-        embeddings = {key: value for key, value in LEAN.items() if key != "lr_factor"}
-        embeddings |= self.for_embeddings(training, LEAN["betas"])
-        groups = _param_groups(model, training, embeddings)
+        options = self.for_embeddings(training, LEAN["betas"])
+        steps = training.steps if self.lr_factor is None else None
+        groups = _param_groups(model, training, LEAN | options, steps=steps)
         return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
 
 

@@ -300,7 +300,8 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
             if is_muons(group):
                 state.pop(key, None)
         # torch.optim.Adam would keep options that it does not know, and save them again.
-        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1", *_MUON_OPTIONS)
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "lr_factor_from", "initial_beta1")
+        left_out += _MUON_OPTIONS
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

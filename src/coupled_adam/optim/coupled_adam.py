@@ -87,6 +87,9 @@ class CoupledAdam(torch.optim.Adam):
             matrix with V rows, or with V columns (``vocab_dim=1``), is then moved to a coupled
             group with the options of its own group and of ``embeddings``, which follows it. Groups
             that are added later have to say ``coupled`` themselves.
+        steps: the number of optimizer steps of the whole training, from which the learning rate of
+            ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
+            that is loaded keeps its own.
         lr_factor: an option of ``embeddings`` and of groups, named here for its error alone.
 
     Raises:
@@ -129,6 +132,7 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding: bool | None = None,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        steps: int | None = None,
         lr_factor: None = None,
     ) -> None:
         arguments = dict(locals())
@@ -140,15 +144,19 @@ class CoupledAdam(torch.optim.Adam):
             )
         groups: Any = params
         if is_model := isinstance(params, Module) and not isinstance(params, ParameterList):
-            groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
-        elif embeddings is not None and vocab_size is None:
+            groups = param_groups(
+                params, embeddings or "coupled", vocab_size=vocab_size, steps=steps
+            )
+        elif vocab_size is None and (embeddings is not None or steps is not None):
+            given = f"{embeddings=}" if steps is None else f"{steps=}"
             raise ValueError(
-                f"embeddings={embeddings!r} says how embedding matrices are updated, but not which "
-                "parameters they are: pass the model instead of parameters, or vocab_size= with "
-                "the number of their rows; param groups have the options themselves"
+                f"{given} says how embedding matrices are updated, but not which parameters they "
+                "are: pass the model instead of parameters, or vocab_size= with the number of "
+                "their rows; param groups have the options themselves, as of param_groups(model, "
+                "'lean', steps=...)"
             )
         # 2. The options, and whether each of them has an effect
-        coupled_options = embedding_options(embeddings or "coupled")
+        coupled_options = embedding_options(embeddings or "coupled", steps)
         coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
@@ -455,7 +463,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     Examples:
         >>> from coupled_adam import CoupledAdamW
         >>> optimizer = CoupledAdamW(model, lr=6e-4, betas=(0.9, 0.95), fused=True)
-        >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", fused=True)
+        >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", steps=10_000, fused=True)
 
     Args:
         params: as in :class:`CoupledAdam`.
@@ -463,7 +471,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size, lr_factor: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, lr_factor: likewise.
     """
 
     def __init__(
@@ -489,6 +497,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         stochastic_rounding: bool | None = None,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        steps: int | None = None,
         lr_factor: None = None,
     ) -> None:
         options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}

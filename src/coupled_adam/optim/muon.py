@@ -103,6 +103,11 @@ class MuonWithCoupledAdam(CoupledAdamW):
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
+        if "steps" in groups:
+            raise ValueError(
+                f"steps={groups['steps']!r}: the rule for LEAN's rate was not tried beside Muon. "
+                "Pass embeddings=LEAN | {'lr_factor': ...}"
+            )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
         # 1. The options
         options: dict[str, Any] = {

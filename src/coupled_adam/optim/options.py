@@ -14,6 +14,9 @@ from coupled_adam.optim.warn import warn
 
 Group = dict[str, Any]
 
+LEAN_LR_FACTOR = 2.0
+"""LEAN's learning rate where nothing says it, relative to the optimizer's; for long trainings."""
+
 OPTIONS: dict[str, Any] = {
     "coupled": False,
     "second_moment_scale": 1.0,
@@ -65,7 +68,7 @@ _VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": _RATE,
     "head_lr": _RATE,
     "adam_lr": _RATE,
-    "lr_factor": (_positive, "a positive number, and no lr"),
+    "lr_factor": (lambda x: x is None or _positive(x), "a positive number, and no lr"),
     "betas": (_are_betas, "two numbers from 0 on and below 1"),
     "eps": _RATE,
     "weight_decay": _RATE,
@@ -105,7 +108,8 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     """Give a group the options that it does not have, and check all that it has.
 
-    Instead of ``lr`` it may have ``lr_factor``, a multiple of the default. Schedules set the rates
+    Instead of ``lr`` it may have ``lr_factor``, a multiple of the default; None is LEAN's own factor,
+    unless there is a rate. Schedules set the rates
     and betas of all groups; so a group remembers its factor, for :func:`warn_of_lost_factor`, and
     that it began without momentum, for :func:`warn_of_momentum`.
 
@@ -114,14 +118,16 @@ def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     """
     # 1. The rate; checked here, since the factor is no option of the group afterwards
     if "lr_factor" in group:
-        factor = group["lr_factor"]
-        if group.get("lr") is not None or not _positive(factor):
+        factor, lr = group["lr_factor"], group.get("lr")
+        if factor is not None and (lr is not None or not _positive(factor)):
             raise ValueError(
-                f"Invalid lr_factor: {factor!r} with lr={group.get('lr')} (a positive number, and "
-                "no lr)"
+                f"Invalid lr_factor: {factor!r} with lr={lr} (a positive number, and no lr)"
             )
         del group["lr_factor"]
-        group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
+        if lr is None:
+            group.setdefault("lr_factor_from", "default" if factor is None else "given")
+            factor = LEAN_LR_FACTOR if factor is None else factor
+            group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
     # 2. All that is missing
     for name, value in defaults.items():
         group.setdefault(name, value)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Integral
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from coupled_adam.optim.find_embeddings import (
     matrices_of_size,
     resolve,
 )
-from coupled_adam.optim.options import Group, check_options, complete
+from coupled_adam.optim.options import LEAN_LR_FACTOR, Group, check_options, complete
 from coupled_adam.optim.warn import warn
 
 Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
@@ -24,14 +25,33 @@ LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),
     "row_exponent": 0.75,
     "zero_sum": True,
-    "lr_factor": 2.0,
+    "lr_factor": None,
 }
 """The variant that keeps no matrix of state: ``CoupledAdamW(model, embeddings="lean")``.
 
 Its state of an embedding matrix V x H is V + 2 H numbers, where AdamW's is 2 V x H. It is not in
-arXiv 2502.08441; docs/study/optimizers.md compares it with AdamW at tuned betas. A training that
-is short for its model needs another rate: ``embeddings=LEAN | {"lr_factor": 4}``.
+arXiv 2502.08441; docs/study/optimizers.md compares it with AdamW at tuned betas. Its ``lr_factor``
+is chosen by ``steps=``, the number of optimizer steps of the training (:func:`lean_lr_factor`), or
+is 2 without it; ``embeddings=LEAN | {"lr_factor": 4}`` sets it.
 """
+
+
+def lean_lr_factor(steps: int) -> float:
+    """LEAN's learning rate in a training of so many steps, relative to that of the other parameters.
+
+    It is 15,000 / steps, at least 1 and at most 16. docs/study/rate.md has the trainings that this
+    was read from, and how far it is from the best factor of others.
+
+    Raises:
+        ValueError: if ``steps`` is not a positive whole number.
+    """
+    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps <= 0:
+        raise ValueError(
+            f"Invalid steps: {steps!r} (a positive whole number: the optimizer steps of the whole "
+            "training)"
+        )
+    return min(16.0, max(1.0, 15_000 / int(steps)))
+
 
 _NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
 # What embeddings= may set. Not coupled and vocab_dim, which the search for the matrices sets.
@@ -62,6 +82,7 @@ def param_groups(
     model: nn.Module,
     embeddings: Embeddings = "coupled",
     *,
+    steps: int | None = None,
     head_lr: float | None = None,
     weight_decay: float | None = None,
     embedding_weight_decay: float = 0.0,
@@ -89,6 +110,9 @@ def param_groups(
             the optimizer's learning rate; schedulers keep the ratio), ``betas``, ``eps``,
             ``weight_decay``, ``second_moment_scale``, ``row_exponent``, ``zero_sum`` and
             ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
+        steps: the number of optimizer steps of the whole training, from which LEAN's ``lr_factor``
+            follows (:func:`lean_lr_factor`). It is for training from scratch: finetuning wants
+            other factors.
         head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
             coupled or not, instead of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
@@ -112,8 +136,9 @@ def param_groups(
 
     Raises:
         TypeError: as in :func:`embedding_parameters`.
-        ValueError: for an unknown name or option in ``embeddings``, for a ``head_lr`` where there
-            is no head or it is tied, if an entry of ``exclude`` matches no parameter, or as in
+        ValueError: for an unknown name or option in ``embeddings``, for ``steps`` that are not a
+            positive whole number, beside a rate of the embeddings, without LEAN, or where nothing
+            is coupled, for a ``head_lr`` where there is no head or it is tied, if an entry of ``exclude`` matches no parameter, or as in
             :func:`embedding_parameters`.
 
     Warns:
@@ -121,12 +146,12 @@ def param_groups(
             token embeddings are frozen (as with LoRA), or were not found.
 
     Examples:
-        >>> groups = param_groups(model, "lean")
+        >>> groups = param_groups(model, "lean", steps=10_000)
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     # 1. The options, checked before the model is searched
-    options = embedding_options(embeddings)
+    options = embedding_options(embeddings, steps)
     given = {
         "head_lr": head_lr,
         "weight_decay": weight_decay,
@@ -150,6 +175,8 @@ def param_groups(
                 "no token embeddings were found: if there are any, pass vocab_size=, or name them "
                 "in param_groups(model, tables=...)"
             )
+        if steps is not None:
+            raise ValueError(f"steps={steps} has no effect, as {why}")
         warn(f"no param group is coupled, as {why}")
     embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
     if head_lr is not None and not any(m.is_head for m in embedding_of.values()):
@@ -177,7 +204,8 @@ def param_groups(
             decay = embedding_weight_decay
         has_head_lr = head_lr is not None and embedding is not None and embedding.is_head
         if has_head_lr:
-            group.pop("lr_factor", None)
+            for option in ("lr_factor", "lr_factor_from"):
+                group.pop(option, None)
             group["lr"] = head_lr
         if decay is not None:  # None leaves it to the optimizer, and so sets nothing
             group["weight_decay"] = decay
@@ -195,11 +223,12 @@ def is_vector(name: str, p: Tensor) -> bool:
     return p.dim() < 2 or name.split(".")[-1] == "bias" or 1 in p.shape
 
 
-def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
+def embedding_options(embeddings: Embeddings, steps: int | None = None) -> dict[str, Any]:
     """The options of coupled matrices that a name or a mapping stands for.
 
     Raises:
-        ValueError: if the name or an option is unknown, or a value is out of range.
+        ValueError: if the name or an option is unknown, or a value is out of range; if ``steps``
+            cannot say the rate, since it is given, or no rule for it is known.
     """
     named = _NAMED.get(embeddings) if isinstance(embeddings, str) else embeddings
     if not isinstance(named, Mapping):
@@ -215,8 +244,28 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
         )
     options = dict(named)
     check_options(options, " in embeddings=")
-    if options.keys() >= {"lr", "lr_factor"}:
-        raise ValueError(f"embeddings={options}: leave out one of lr and lr_factor")
+    factor = options.pop("lr_factor", 1.0)  # None: LEAN's own
+    if factor is not None and named.keys() >= {"lr", "lr_factor"}:
+        raise ValueError(f"embeddings={dict(named)}: leave out one of lr and lr_factor")
+    # The rate: given, by the number of steps, or LEAN's default
+    if steps is not None:
+        by_steps = lean_lr_factor(steps)
+        if "lr" in named or named.get("lr_factor") is not None:
+            raise ValueError(
+                f"steps={steps} says the embeddings' learning rate, and so does "
+                f"embeddings={dict(named)}: leave out one of them"
+            )
+        if not (options.get("row_exponent") or options.get("zero_sum")):
+            raise ValueError(
+                f"steps={steps} is for embeddings='lean': no rule for the learning rate of "
+                f"embeddings={embeddings!r} is known (docs/study/rate.md). Leave out steps="
+            )
+        options |= {"lr_factor": by_steps, "lr_factor_from": f"steps={int(steps)}"}
+    elif "lr" not in options:
+        if factor is None:
+            options |= {"lr_factor": LEAN_LR_FACTOR, "lr_factor_from": "default"}
+        elif "lr_factor" in named:
+            options |= {"lr_factor": factor, "lr_factor_from": "given"}
     if isinstance(options.get("betas"), list):  # as YAML has them
         options["betas"] = tuple(options["betas"])
     return options

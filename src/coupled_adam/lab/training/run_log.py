@@ -45,6 +45,14 @@ class RunLog(pl.Callback):
             mininterval=0.1 if sys.stderr.isatty() else 30,
             smoothing=0,  # the average speed: evaluations count, too
         )
+        for group in trainer.optimizers[0].param_groups:
+            if "lr_factor_from" in group and rank() == 0:
+                tqdm.write(
+                    f"{self.run.folder.name}: the embeddings' learning rate is "
+                    f"{group['initial_lr_factor']:.3g} times that of the other parameters "
+                    f"({group['lr_factor_from']})",
+                    file=sys.stderr,
+                )
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, _measures(module, 0))

@@ -113,7 +113,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         nu, mean, None if weights is not None else matrix.row_exp_avg_sq, weights, sums,
         rows, columns,
         share=share, exponent=matrix.group["row_exponent"] / 2,
-        log_limit=reference.LOG_LIMIT / math.log(2), largest_step=reference.LARGEST_STEP,
+        log_limit=reference.LOG_LIMIT / math.log(2),
+        log_largest_step=math.log2(reference.LARGEST_STEP),
         **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
     )
     are_complete = not matrix.row_ranks and weights is None
@@ -348,7 +349,7 @@ def _lean(
     exp_avg, exp_avg_row_stride, exp_avg_column_stride,
     nu, mean, r, weights, sums,  # r is None if the weights are given
     rows, columns,
-    share, exponent, log_limit, largest_step, t, lr, log_beta1, log_beta2, scale, eps,
+    share, exponent, log_limit, log_largest_step, t, lr, log_beta1, log_beta2, scale, eps,
     weight, decay, factor, skip, noise_t, first_row, first_column, salt,
     STAGES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -364,22 +365,25 @@ def _lean(
             tl.store(sums + 2 * columns, 0.0)
             return
 
-    # Each column's rate, which is 0 where nu is, as nothing is known of it.
     second = tl.load(nu + column, mask=inside, other=0.0)
-    known = tl.where(second == 0, 1.0, second)
     t = _number(t)
-    rate = _step_size(known, t, t - 1, lr, log_beta1, log_beta2, scale, eps)
+    relative = 1.0
     if r is not None:
-        # rho; columns of which nothing is known, or whose squares have overflowed, are left out.
-        is_known = inside & (second != 0) & (second != float("inf"))
-        number = tl.maximum(tl.sum(tl.where(is_known, 1.0, 0.0), axis=0), 1.0)
-        logs = tl.log2(tl.where(is_known, second, 1.0))
-        center = tl.sum(logs, axis=0) / number
+        # rho, without columns of which nothing is known, or whose squares have overflowed. As a block
+        # with each column ROWS times: in this layout threads have enough registers.
+        columns_of_nu = tl.broadcast_to(second[None, :], (ROWS, COLUMNS))
+        is_known = (columns_of_nu != 0) & (columns_of_nu != float("inf"))
+        of_known = tl.maximum(_total(is_known.to(tl.float32)), 1.0)
+        logs = tl.log2(tl.where(is_known, columns_of_nu, 1.0))
+        center = _total(logs) / of_known
         distance = tl.where(is_known, logs - center, 0.0)
         distance = tl.minimum(tl.maximum(distance, -log_limit), log_limit)
-        rho = tl.exp2(center + tl.sum(distance, axis=0) / number) / _correction(t - 1, log_beta2)
-        rate *= _power(rho, exponent)
-        largest = largest_step * _power(rho, 0.5 - exponent)
+        rho = tl.exp2(center + _total(distance) / of_known) / _correction(t - 1, log_beta2)
+        relative = _power(rho, exponent)
+        most = log_largest_step + (0.5 - exponent) * tl.log2(rho)
+    # Each column's rate, which is 0 where nu is, as nothing is known of it.
+    known = tl.where(second == 0, 1.0, second)
+    rate = relative * _step_size(known, t, t - 1, lr, log_beta1, log_beta2, scale, eps)
     rate = tl.where(second == 0, 0.0, rate)
 
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
@@ -400,10 +404,12 @@ def _lean(
             new = _average(old, mean_square, share)
             tl.store(r + row, new, mask=row < rows)
             unknown = (new == 0) | (new == float("inf"))
-            power = _power(tl.div_rn(tl.where(unknown, 1.0, new), row_correction), -exponent)
-            limit = tl.div_rn(largest, tl.sqrt_rn(tl.where(mean_square == 0, 1.0, mean_square)))
-            power = tl.where((mean_square != 0) & (power > limit), limit, power)
-            w = tl.where(unknown, 0.0, power)
+            # In logarithms, which take fewer operations than a root and a division.
+            power = -exponent * tl.log2(tl.div_rn(tl.where(unknown, 1.0, new), row_correction))
+            power = tl.where(exponent == 0, 0.0, power)  # also of what is not a number
+            limit = most - 0.5 * tl.log2(mean_square)
+            power = tl.where(limit < power, limit, power)
+            w = tl.where(unknown, 0.0, tl.exp2(power))
         else:
             w = tl.load(weights + row, mask=row < rows, other=0.0)
         active = (w != 0)[:, None]
@@ -519,6 +525,12 @@ def _updated(g, exp_avg, mask, weight):
     m = _mean(m, g, weight).to(exp_avg.dtype.element_ty)
     tl.store(exp_avg, m, mask=mask)
     return m.to(tl.float32)
+
+
+@triton.jit
+def _total(block):
+    """The sum of all numbers of a block."""
+    return tl.sum(tl.sum(block, axis=1), axis=0)
 
 
 @triton.jit

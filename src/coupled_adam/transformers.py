@@ -6,12 +6,14 @@ The callback that logs the measures of the embeddings is
 
 import ast
 import contextlib
+import functools
 import inspect
 import re
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
@@ -26,12 +28,15 @@ _OPTIONS = _GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"pa
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     """Let a trainer train with Coupled Adam: the same line for every subclass of ``Trainer``.
 
-    Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`.
+    Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`, and
+    ``steps="auto"`` is the number of steps that the trainer will take. When training begins, it is
+    checked that the trainer has taken the optimizer.
 
     Raises:
         TypeError: if an option, here or in the trainer's ``optim_args``, is unknown.
         ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
             ``embeddings`` is unknown, or an option of the optimizer is out of range.
+        RuntimeError: in ``train()``, if the trainer makes an optimizer of its own nevertheless.
     """
     if trainer.optimizer is not None:
         raise ValueError(
@@ -40,11 +45,15 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
         )
     # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
     given = _options_of(trainer.args, options)
-    nothing = param_groups(nn.Embedding(2, 2), given.get("embeddings", "coupled"))
+    steps = 1 if given.get("steps") == "auto" else given.get("steps")
+    nothing = nn.Embedding.from_pretrained(torch.ones(2, 2), freeze=False)
+    groups = param_groups(nothing, given.get("embeddings", "coupled"), steps=steps)
     # The options of groups name what the model must have, and are checked when there is one.
-    CoupledAdamW(nothing, **{name: given[name] for name in given if name not in _GROUP_OPTIONS})
-    factory: Any = CoupledAdamWFactory  # which Trainer takes, though it asks for an optimizer
-    trainer.optimizer_cls_and_kwargs = (factory, {"args": trainer.args, **options})
+    CoupledAdamW(groups, **{name: given[name] for name in given if name not in _GROUP_OPTIONS})
+    # Trainer calls what it takes for a class, and what it gets with the model.
+    factory: Any = functools.partial(CoupledAdamWFactory, trainer)
+    trainer.optimizer_cls_and_kwargs = (factory, options)
+    trainer.add_callback(_IsTaken(trainer))
 
 
 class CoupledAdamWFactory:
@@ -54,34 +63,86 @@ class CoupledAdamWFactory:
 
         factory = (CoupledAdamWFactory, {"args": args, "embeddings": "lean"})
         Trainer(model, args, optimizer_cls_and_kwargs=factory, ...)
+
+    Args:
+        trainer: the trainer, of which :func:`use_coupled_adam` tells it; without one its arguments
+            are to be given, and ``steps="auto"`` needs their ``max_steps``.
     """
 
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        self.trainer = trainer
+
     def __call__(
-        self, model: nn.Module, args: TrainingArguments | None = None, **options: Any
+        self,
+        model: nn.Module,
+        args_by_position: TrainingArguments | None = None,
+        /,
+        args: TrainingArguments | None = None,
+        **options: Any,
     ) -> CoupledAdamW:
         """Build the optimizer of a model.
 
         Args:
             model: the trainer's model.
-            args: the trainer's arguments, of which the learning rate, the betas, epsilon, the
-                weight decay, ``optim`` (whether it is fused) and ``optim_args`` are used. The
-                latter are options in text: ``optim_args="embeddings=lean,amsgrad=True"``.
+            args_by_position, args: the trainer's arguments, of which the learning rate, the betas,
+                epsilon, the weight decay, ``optim`` (whether it is fused) and ``optim_args`` are
+                used. The latter are options in text: ``optim_args="embeddings=lean,steps=auto"``.
+                Some trainers give them by position, and then also by name.
             options: options of :class:`coupled_adam.CoupledAdamW`, and of
                 :func:`coupled_adam.param_groups`. They take precedence over ``args``.
 
         Raises:
             TypeError: if there is neither ``args`` nor ``lr``, or if an option is unknown.
-            ValueError: as the two raise it, or if ``optim_args`` is no list of options.
+            ValueError: as the two raise it; if ``optim_args`` is no list of options, or the number
+                of steps is not known.
         """
-        # Trainer gives a factory the model and its options alone; so args are one of the options.
+        args = args or args_by_position or getattr(self.trainer, "args", None)
         if args is None and "lr" not in options:
             raise TypeError(
                 "the trainer does not tell an optimizer factory its learning rate: write "
                 "use_coupled_adam(trainer), or give {'args': training_arguments} or 'lr'"
             )
         options = _options_of(args, options)
+        if options.get("steps") == "auto":
+            options["steps"] = _steps(self.trainer, args)
         group_options = {name: options.pop(name) for name in _GROUP_OPTIONS if name in options}
         return CoupledAdamW(param_groups(model, **group_options), **options)
+
+
+def _steps(trainer: Trainer | None, args: TrainingArguments | None) -> int:
+    """How many optimizer steps a trainer takes, by its arguments or its data."""
+    if args is not None and args.max_steps > 0:
+        return args.max_steps
+    if trainer is None:
+        raise ValueError(
+            "steps='auto' needs max_steps in the training arguments, or use_coupled_adam(trainer): "
+            "give the number of optimizer steps, steps=10_000"
+        )
+    *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    return int(steps)
+
+
+class _IsTaken(TrainerCallback):
+    """Refuses to train with another optimizer than the one that was asked for; logs its factor."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+        """Look through the wrappers of accelerate and others, which have what they wrap."""
+        innermost = optimizer
+        while not isinstance(innermost, CoupledAdamW) and hasattr(innermost, "optimizer"):
+            innermost = innermost.optimizer
+        if not isinstance(innermost, CoupledAdamW):
+            raise RuntimeError(
+                f"{type(self.trainer).__name__} makes its own optimizer, "
+                f"{type(innermost).__name__}, and did not take Coupled Adam. Leave out use_coupled_adam, and before train() write\n"
+                "    trainer.optimizer = CoupledAdamWFactory()(model, args, embeddings=...)\n"
+                "or build it in the trainer's create_optimizer"
+            )
+        factors = {g["initial_lr_factor"] for g in innermost.param_groups if "lr_factor_from" in g}
+        for factor in factors:
+            self.trainer.log({"embedding_lr_factor": factor})
 
 
 def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict[str, Any]:

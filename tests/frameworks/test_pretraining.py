@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,23 +119,42 @@ def test_llama_factory():
 
 
 def test_axolotl(tmp_path):
-    """Its plugin manager gives the trainer the factory, to be called as its trainer's mixin does.
+    """Its plugin manager gives the trainer the factory, and its trainer's mixin calls it.
 
-    The mixin itself cannot be imported without numba. ``optim_args`` comes as text.
+    The mixin's package cannot be imported without numba, but its file can. ``optim_args`` comes as
+    text.
     """
-    pytest.importorskip("axolotl.integrations.base")
+    base = pytest.importorskip("axolotl.integrations.base")
     from axolotl.integrations.base import PluginManager
     from transformers import Trainer, TrainingArguments
+
+    path = Path(base.__file__).parents[1] / "core" / "trainers" / "mixins" / "optimizer.py"
+    mixin = types.ModuleType("optimizer")
+    exec(compile(path.read_text(), path, "exec"), mixin.__dict__)
+    own_options = ("embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_lr_ratio")
+
+    class AxolotlTrainer(mixin.OptimizerMixin, Trainer):
+        pass
+
+    def trainer_of(model, **options):
+        arguments = TrainingArguments(str(tmp_path), **options)
+        for name in own_options:
+            setattr(arguments, name, None)
+        return AxolotlTrainer(model, arguments)
 
     model = Decoder()
     options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
     options["optim_args"] = "embeddings=lean"
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options))
+    trainer = trainer_of(model, **options)
     manager = PluginManager.get_instance()
     manager.register("coupled_adam.integrations.axolotl.CoupledAdamPlugin")
     manager.post_trainer_create(None, trainer)
-    factory, options = trainer.optimizer_cls_and_kwargs
-    assert_as_param_groups(model, factory()(model, **options), 0.3, "lean")
+    assert_as_param_groups(model, trainer.create_optimizer(), 0.3, "lean")
+    for name in own_options:  # which Axolotl's own optimizers follow
+        trainer = trainer_of(model, **options)
+        setattr(trainer.args, name, 2.0)
+        with pytest.raises(ValueError, match=f"{name}=2.0 has no effect"):
+            manager.post_trainer_create(None, trainer)
 
 
 def test_nemo_automodel():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import (
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -88,6 +89,88 @@ def test_trainer(tmp_path):
     assert logged == [1e-2] * STEPS
     with pytest.raises(ValueError, match=r"has an optimizer already.*before train"):
         use_coupled_adam(trainer)
+
+
+class OwnOptimizer(Trainer):
+    """Makes its optimizer as many public projects do, whatever it has been given."""
+
+    def create_optimizer(self, *_):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.args.learning_rate)
+        return self.optimizer
+
+
+class OwnClass(Trainer):
+    """Takes a class of an optimizer where a factory may be, from its arguments."""
+
+    def create_optimizer(self, *_):
+        if self.optimizer is None:
+            cls, options = Trainer.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = cls([{"params": [*self.model.parameters()]}], **options)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("trainer_class", [OwnOptimizer, OwnClass])
+def test_a_trainer_that_makes_its_own_optimizer(trainer_class, tmp_path):
+    """It does not train, and the two lines of the message let it."""
+    model, args = gpt2(), arguments(tmp_path)
+    trainer = trainer_class(model, args, train_dataset=Texts())
+    use_coupled_adam(trainer, embeddings="lean")
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=rf"{trainer_class.__name__} makes its own .*AdamW"):
+        trainer.train()
+    assert all(map(torch.equal, before, model.parameters()))
+    trainer = trainer_class(model, args, train_dataset=Texts())
+    trainer.optimizer = CoupledAdamWFactory()(model, args, embeddings="lean")
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, CoupledAdamW)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"max_steps": 1500}, 1500), ({"max_steps": -1, "num_train_epochs": 500}, 3000)],
+)
+@pytest.mark.parametrize("in_text", [False, True])
+def test_auto_steps(options, steps, in_text, tmp_path):
+    """The number that the trainer will take; the factor is in its log."""
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            assert state.max_steps == steps
+            control.should_training_stop = True
+
+    if in_text:
+        options = options | {"optim_args": "embeddings=lean,steps=auto"}
+    trainer = Trainer(
+        gpt2(), arguments(tmp_path, **options), train_dataset=Texts(), callbacks=[Stops()]
+    )
+    use_coupled_adam(trainer, **({} if in_text else {"embeddings": "lean", "steps": "auto"}))
+    trainer.train()
+    (coupled,) = (g for g in trainer.optimizer.param_groups if g["coupled"])
+    assert coupled["initial_lr_factor"] == 15_000 / steps
+    assert {"embedding_lr_factor": 15_000 / steps}.items() <= trainer.state.log_history[0].items()
+
+
+def test_auto_steps_of_an_unknown_number(tmp_path):
+    args = arguments(tmp_path, max_steps=-1)
+    with pytest.raises(ValueError, match="steps='auto' needs max_steps"):
+        CoupledAdamWFactory()(gpt2(), args, embeddings="lean", steps="auto")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_arguments_by_position(by_name, tmp_path):
+    """Some trainers give them so, and what they were given by name as well."""
+    args = arguments(tmp_path, learning_rate=0.25)
+    options = {"args": args} if by_name else {}
+    optimizer = CoupledAdamWFactory()(gpt2(), args, embeddings="lean", **options)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_the_line_leaves_the_random_numbers_alone(tmp_path):
+    trainer = Trainer(gpt2(), arguments(tmp_path), train_dataset=Texts())
+    before = torch.get_rng_state()
+    use_coupled_adam(trainer, embeddings="lean", steps="auto")
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_options_in_text(tmp_path):

@@ -167,6 +167,75 @@ def test_a_factor_and_a_rate():
         param_groups(model(), {"lr": 0.1, "lr_factor": 2})
 
 
+@pytest.mark.parametrize(
+    ("steps", "factor"), [(1, 16.0), (600, 16.0), (1200, 12.5), (10_000, 1.5), (10**6, 1.0)]
+)
+def test_steps_choose_leans_rate(steps, factor):
+    """And say so in print and in a checkpoint, whose factor stays when it is loaded."""
+    groups = param_groups(model(), "lean", steps=steps)
+    assert f"lr_factor={factor}, lr_factor_from=steps={steps}" in str(groups)
+    for optimizer in (
+        CoupledAdamW(model(), lr=0.01, embeddings="lean", steps=steps),
+        CoupledAdamW(groups, lr=0.01),
+        CoupledAdamW(model(), lr=0.01, embeddings=LEAN | {"eps": 1e-6}, steps=steps),
+        CoupledAdamW(model().parameters(), 0.01, vocab_size=V, embeddings="lean", steps=steps),
+    ):
+        (group,) = (g for g in optimizer.param_groups if g["coupled"])
+        assert group["lr"] == factor * 0.01
+        assert "initial_lr_factor: " + str(factor) in str(optimizer)
+        assert f"lr_factor_from: steps={steps}" in str(optimizer)
+    resumed = CoupledAdamW(model(), lr=0.01, embeddings="lean", steps=3000)
+    optimizer = CoupledAdamW(model(), lr=0.01, embeddings="lean", steps=steps)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.param_groups[-1]["lr"] == factor * 0.01
+    assert resumed.param_groups[-1]["lr_factor_from"] == f"steps={steps}"
+
+
+def test_where_leans_rate_comes_from_without_steps():
+    for optimizer, factor, source in (
+        (CoupledAdamW(model(), lr=1.0, embeddings="lean"), 2.0, "default"),
+        (CoupledAdamW(model(), lr=1.0, embeddings=LEAN | {"betas": (0.5, 0.9)}), 2.0, "default"),
+        (CoupledAdamW(model(), lr=1.0, embeddings=LEAN | {"lr_factor": 3}), 3, "given"),
+        (CoupledAdamW(model(), lr=1.0, embeddings={"row_exponent": 0.5}), 1.0, None),
+        (CoupledAdamW(model(), lr=1.0, embeddings=LEAN | {"lr": 0.5}), 0.5, None),
+    ):
+        group = optimizer.param_groups[-1]
+        assert (group["lr"], group.get("lr_factor_from")) == (factor, source)
+
+
+def frozen():
+    m = model()
+    m["embed"].requires_grad_(False)
+    return m
+
+
+STEPS_ERRORS = [
+    *(
+        (
+            lambda s=s: CoupledAdamW(model(), embeddings="lean", steps=s),
+            rf"Invalid steps: {s!r} .*whole",
+        )
+        for s in (0, -3, 2.5, True, "100", float("nan"))
+    ),
+    (lambda: CoupledAdamW(model(), steps=10), "steps=10 is for embeddings='lean'"),
+    (lambda: CoupledAdamW(model(), embeddings={"lr_factor": 3}, steps=10), "steps=10 says.*and so"),
+    (
+        lambda: CoupledAdamW(model(), embeddings=LEAN | {"lr": 3}, steps=10),
+        "steps=10 says the embeddings' learning rate, and so does.*leave out one",
+    ),
+    (lambda: CoupledAdamW(model().parameters(), steps=10), "steps=10 says how.*pass the model"),
+    (lambda: CoupledAdamW(param_groups(model(), "lean"), steps=10), r"param_groups\(model, 'lean'"),
+    (lambda: CoupledAdamW(frozen(), embeddings="lean", steps=10), "steps=10 has no effect.*frozen"),
+    (lambda: MuonWithCoupledAdam(model(), embeddings="lean", steps=10), "steps=10: .*beside Muon"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), STEPS_ERRORS)
+def test_steps_that_cannot_choose_a_rate(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def from_adamw(optimizer):
     """As if the pickle were one of AdamW."""
     m = model()

@@ -25,6 +25,7 @@ class CoupledAdamWConfig(BaseModel):
     eps: float
     weight_decay: float
     embeddings: str | dict[str, Any] = "coupled"
+    steps: int | None = None  # of the whole training, for LEAN's rate
     wrapped_model: PydanticPytorchModuleType
 
 

@@ -27,11 +27,11 @@ class CoupledAdamWConfig(OptimConfig):
         return CoupledAdamW
 
 
-def coupled_matrices(embeddings: Embeddings) -> OptimGroupOverride:
+def coupled_matrices(embeddings: Embeddings, steps: int | None = None) -> OptimGroupOverride:
     """The group of the embeddings and the head, for ``group_overrides=[coupled_matrices("lean")]``.
 
     Args:
-        embeddings: as in :func:`coupled_adam.param_groups`.
+        embeddings, steps: as in :func:`coupled_adam.param_groups`.
     """
-    options = {"coupled": True, "weight_decay": 0.0, **embedding_options(embeddings)}
+    options = {"coupled": True, "weight_decay": 0.0, **embedding_options(embeddings, steps)}
     return OptimGroupOverride(params=["embeddings.weight", "lm_head.w_out.weight"], opts=options)

@@ -1,7 +1,7 @@
 """Coupled Adam in torchtitan: an ``OptimizersContainer`` that knows one more optimizer.
 
-In your config registry, use ``default_coupled_adamw(lr=..., embeddings="lean")`` in the place of
-``default_adamw(lr=...)``.
+In your config registry, use ``default_coupled_adamw(lr=..., embeddings="lean", steps=...)`` in the
+place of ``default_adamw(lr=...)``.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,22 @@ class CoupledOptimizersContainer(OptimizersContainer):
 
 
 def default_coupled_adamw(
-    lr: float = 8e-4, *, embeddings: Embeddings = "coupled", **options: Any
+    lr: float = 8e-4,
+    *,
+    embeddings: Embeddings = "coupled",
+    steps: int | None = None,
+    **options: Any,
 ) -> CoupledOptimizersContainer.Config:
     """Coupled Adam for ``tok_embeddings`` and ``lm_head``, AdamW for the rest, in one optimizer.
 
-    ``embeddings`` is as in :func:`coupled_adam.param_groups`.
+    ``embeddings`` and ``steps``, the ``training.steps`` of the configuration, are as in
+    :func:`coupled_adam.param_groups`.
     """
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
     # torchtitan gives each group all of its options, and knows no lr_factor.
-    coupled = {**options, "weight_decay": 0.0, **embedding_options(embeddings)}
+    coupled = {**options, "weight_decay": 0.0, **embedding_options(embeddings, steps)}
     coupled |= {"lr": coupled["lr"] * coupled.pop("lr_factor", 1.0), "coupled": True}
+    coupled.pop("lr_factor_from", None)
     return CoupledOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(

@@ -108,8 +108,8 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     """Give a group the options that it does not have, and check all that it has.
 
-    Instead of ``lr`` it may have ``lr_factor``, a multiple of the default; None is LEAN's own factor,
-    unless there is a rate. Schedules set the rates
+    Instead of ``lr`` it may have ``lr_factor``, a multiple of the default; None is LEAN's own
+    factor, unless there is a rate. Schedules set the rates
     and betas of all groups; so a group remembers its factor, for :func:`warn_of_lost_factor`, and
     that it began without momentum, for :func:`warn_of_momentum`.
 

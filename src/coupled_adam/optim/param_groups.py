@@ -37,7 +37,7 @@ is 2 without it; ``embeddings=LEAN | {"lr_factor": 4}`` sets it.
 
 
 def lean_lr_factor(steps: int) -> float:
-    """LEAN's learning rate in a training of so many steps, relative to that of the other parameters.
+    """LEAN's learning rate in a training of so many steps, relative to the other parameters'.
 
     It is 15,000 / steps, at least 1 and at most 16. docs/study/rate.md has the trainings that this
     was read from, and how far it is from the best factor of others.
@@ -136,10 +136,10 @@ def param_groups(
 
     Raises:
         TypeError: as in :func:`embedding_parameters`.
-        ValueError: for an unknown name or option in ``embeddings``, for ``steps`` that are not a
+        ValueError: for an unknown name or option in ``embeddings``; for ``steps`` that are not a
             positive whole number, beside a rate of the embeddings, without LEAN, or where nothing
-            is coupled, for a ``head_lr`` where there is no head or it is tied, if an entry of ``exclude`` matches no parameter, or as in
-            :func:`embedding_parameters`.
+            is coupled; for a ``head_lr`` where there is no head or it is tied; if an entry of
+            ``exclude`` matches no parameter; or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because

@@ -369,8 +369,8 @@ def _lean(
     t = _number(t)
     relative = 1.0
     if r is not None:
-        # rho, without columns of which nothing is known, or whose squares have overflowed. As a block
-        # with each column ROWS times: in this layout threads have enough registers.
+        # rho, without columns of which nothing is known, or whose squares have overflowed. In a
+        # block with each column ROWS times, as in this layout threads have enough registers.
         columns_of_nu = tl.broadcast_to(second[None, :], (ROWS, COLUMNS))
         is_known = (columns_of_nu != 0) & (columns_of_nu != float("inf"))
         of_known = tl.maximum(_total(is_known.to(tl.float32)), 1.0)

@@ -25,7 +25,13 @@ ACCUMULATE = 2
 accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=not torch.cuda.is_available())
 model = small_gpt2()
 optimizer = CoupledAdamW(
-    model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, embeddings="lean", fused=True
+    model,
+    lr=3e-3,
+    betas=(0.9, 0.95),
+    weight_decay=0.1,
+    embeddings="lean",
+    steps=options.steps,
+    fused=True,
 )
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
 model, optimizer = accelerator.prepare(model, optimizer)

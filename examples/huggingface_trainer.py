@@ -50,7 +50,7 @@ args = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(small_gpt2(), args, train_dataset=Bytes())
-use_coupled_adam(trainer, embeddings="lean")
+use_coupled_adam(trainer, embeddings="lean", steps="auto")
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model()
 ratio = mean_norm_ratio(trainer.model.lm_head.weight)

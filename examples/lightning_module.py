@@ -65,7 +65,13 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer, and a learning-rate schedule that advances after each optimizer step."""
         optimizer = CoupledAdamW(
-            self, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, embeddings="lean", fused=True
+            self,
+            lr=3e-3,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            embeddings="lean",
+            steps=options.steps,
+            fused=True,
         )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

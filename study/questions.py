@@ -482,7 +482,11 @@ def _parts_longer() -> dict[str, Entry]:
 
 
 def rate_rule(steps: int) -> float:
-    """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16."""
+    """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16.
+
+    :func:`coupled_adam.optim.param_groups.lean_lr_factor` may have other constants one day; these
+    are what was tested.
+    """
     return min(16.0, max(1.0, 15_000 / steps))
 
 
@@ -811,6 +815,9 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
+
+SECOND_EDITION = ("geometric", "screening")
+"""Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
 ON_A_GPU = ("10M",)
 """Questions that are run only when they are named."""

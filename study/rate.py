@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter, methodcaller
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.rendering.tables import Table
 
-from .questions import MULTIPLES, QUESTIONS, RATE_SETTINGS, rate_rule
+from .questions import MULTIPLES, QUESTIONS, RATE_SETTINGS, SECOND_EDITION, rate_rule
 from .rows import Line, by_seed
 from .run import recipe_of
 
@@ -88,6 +89,110 @@ def rates(recipe: Recipe) -> float:
         optimizer.step()
         scheduler.step()
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting in which LEAN has run at several rates; validation losses by seed and factor."""
+
+    label: str
+    steps: int
+    losses: dict[int, dict[float, float]]
+
+    def cost(self, factor: float) -> float:
+        """How far the loss at a factor is above the lowest that was tried, averaged over seeds.
+
+        It is read between the factors that were tried, linearly in their logarithms, and beyond
+        them from the last two.
+        """
+        return float(np.mean([_cost(losses, factor) for losses in self.losses.values()]))
+
+    @property
+    def best(self) -> float:
+        """The factor with the lowest loss, averaged over the seeds that have them all."""
+        most = max(map(len, self.losses.values()))
+        full = [losses for losses in self.losses.values() if len(losses) == most]
+        return min(full[0], key=lambda factor: np.mean([x[factor] for x in full if factor in x]))
+
+
+def _cost(losses: Mapping[float, float], factor: float) -> float:
+    """The cost of a factor with one seed; never below 0, as what is extrapolated could be."""
+    tried_factors = sorted(losses)
+    nearest = np.clip(np.searchsorted(tried_factors, factor), 1, len(tried_factors) - 1)
+    low, high = tried_factors[nearest - 1], tried_factors[nearest]
+    slope = (losses[high] - losses[low]) / math.log(high / low)
+    at = losses[low] + slope * math.log(factor / low)
+    return max(0.0, at - min(losses.values()))
+
+
+_NAMES: dict[str, Callable[[Any], str]] = {
+    "model.architecture": lambda _: "rotary",
+    "model.n_embd": "H = {}".format,
+    "model.n_layer": "{} layers".format,
+    "model.tied": lambda _: "untied",
+    "model.vocab_size": "V = {:,}".format,
+    "training.batch_size": lambda sequences: f"{64 * sequences:,} tokens a step",
+    "training.decay": lambda _: "linear to zero",
+    "training.lr": "core at {:g}".format,
+}
+"""What is said of a setting in the table of costs; other overrides do not tell settings apart."""
+_USUAL = {"model.n_embd": 64, "model.n_layer": 2, "training.lr": 5e-3}
+
+
+def settings() -> list[Setting]:
+    """All settings in which LEAN's first edition has run at two rates and more, by their steps."""
+    found: dict[str, dict[int, dict[float, float]]] = {}
+    overrides_of: dict[str, Mapping[str, Any]] = {}
+    for question, entries in QUESTIONS.items():
+        for name, entry in entries.items():
+            is_lean = f" {name}".find(" lean ") >= 0 and " free " not in name
+            is_rule = entry.variant == "table_rules:PLAIN_DELAYED"
+            if question in SECOND_EDITION or not (is_lean or is_rule):
+                continue
+            differing = entry.overrides.items() - _USUAL.items()
+            shown = {key: _NAMES[key](value) for key, value in differing if key in _NAMES}
+            if entry.overrides.get("training.schedule") == "constant":
+                shown["schedule"] = "constant"
+            if question == "rate_rule_wiki":
+                shown["text"] = "another text"
+            # The overrides that change the model come first, in the order of the names.
+            words = [shown[key] for key in (*_NAMES, "schedule", "text") if key in shown]
+            label = ", ".join([f"{entry.overrides['training.steps']:,} steps", *words])
+            overrides_of[label] = entry.overrides
+            losses = by_seed(Line("", question, name), "valid_loss")
+            for seed, loss in losses.items():
+                found.setdefault(label, {}).setdefault(seed, {})[entry.arm["lr_factor"]] = loss
+    made = []
+    for label, by_seed_and_factor in found.items():
+        several = {seed: x for seed, x in by_seed_and_factor.items() if len(x) > 1}
+        if several:
+            made.append(Setting(label, overrides_of[label]["training.steps"], several))
+    return sorted(made, key=lambda setting: (setting.steps, setting.label))
+
+
+FACTORS: dict[str, Callable[[Setting], float]] = {
+    "rule": lambda setting: rate_rule(setting.steps),
+    "2": lambda _: 2.0,
+    "16": lambda _: 16.0,
+}
+"""What is compared in the table of costs: the rule, and the constants."""
+
+
+def costs() -> Table:
+    """What the rule and two constants cost LEAN in each setting, on average and at most."""
+    rows, all_costs = [], []
+    for setting in settings():
+        cost = [setting.cost(of(setting)) for of in FACTORS.values()]
+        all_costs.append(cost)
+        seeds = str(len(setting.losses))
+        rule = f"{FACTORS['rule'](setting):.3g}"
+        rows.append(
+            [setting.label, seeds, f"{setting.best:.3g}", rule, *map("{:.3f}".format, cost)]
+        )
+    for name, of in (("on average", np.mean), ("at most", np.max)):
+        rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
+    header = ["setting", "seeds", "best of those tried", "factor of the rule"]
+    return Table([*header, "cost of the rule", "of a constant 2", "of a constant 16"], rows)
 
 
 RIVALS: dict[str, Callable[[Recipe], float]] = {

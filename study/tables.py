@@ -386,6 +386,17 @@ def step_time(optimizer: str) -> float:
     return float(median)
 
 
+def _geometric() -> Table:
+    """LEAN's first edition beside the geometric mean, with the same beta2 and with a longer one."""
+    labels = {
+        "first 0 0.99": "LEAN's first edition",
+        "lean2 0 0.99": "second edition",
+        "lean2 0 0.999": "second edition, β₂ = 0.999",
+    }
+    lines = [Line(label, "geometric", name) for name, label in labels.items()]
+    return table([lines], ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank"))
+
+
 def _switching() -> Table:
     lines = [
         Line("AdamW, then Coupled Adam", "switching", "switched"),
@@ -571,7 +582,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "geometry": _geometry,
     "wider": _wider,
     "wider_pairs": _wider_pairs,
+    "geometric": _geometric,
     "rate": rate.table,
+    "rate_costs": rate.costs,
 }
 
 

@@ -136,7 +136,8 @@ class _IsTaken(TrainerCallback):
         if not isinstance(innermost, CoupledAdamW):
             raise RuntimeError(
                 f"{type(self.trainer).__name__} makes its own optimizer, "
-                f"{type(innermost).__name__}, and did not take Coupled Adam. Leave out use_coupled_adam, and before train() write\n"
+                f"{type(innermost).__name__}, and did not take Coupled Adam. Leave out "
+                "use_coupled_adam, and before train() write\n"
                 "    trainer.optimizer = CoupledAdamWFactory()(model, args, embeddings=...)\n"
                 "or build it in the trainer's create_optimizer"
             )

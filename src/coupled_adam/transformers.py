@@ -46,7 +46,7 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
     given = _options_of(trainer.args, options)
     steps = 1 if given.get("steps") == "auto" else given.get("steps")
-    nothing = nn.Embedding.from_pretrained(torch.ones(2, 2), freeze=False)
+    nothing = nn.Embedding(2, 2, _weight=torch.ones(2, 2))  # which draws no random numbers
     groups = param_groups(nothing, given.get("embeddings", "coupled"), steps=steps)
     # The options of groups name what the model must have, and are checked when there is one.
     CoupledAdamW(groups, **{name: given[name] for name in given if name not in _GROUP_OPTIONS})

@@ -9,7 +9,7 @@ from torch.nn import Module, ParameterList
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import flat, kernels, sharded
+from coupled_adam.optim import flat, kernels, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt
 from coupled_adam.optim.matrix import CoupledMatrix
 from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
@@ -348,6 +348,8 @@ class CoupledAdam(torch.optim.Adam):
                 fit_state(group, index, self.state[p])
                 now = description(group, p, self.state[p])  # of the state that has been made
         whole = CoupledMatrix.of(group, p, self.state[p], number)
+        if whole.grad.layout == torch.sparse_coo:
+            whole = row_sparse.touched(whole)
         matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
         for matrix in matrices:
             matrix.kernel = kernel or kernels.choose(matrix)

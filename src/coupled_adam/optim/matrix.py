@@ -75,6 +75,10 @@ class CoupledMatrix:
         max_exp_avg_sq: nu's running maximum; None without ``amsgrad``.
         row_exp_avg_sq: LEAN's r, [rows]; None in Coupled Adam.
         mean_update: LEAN's d, [columns]; None without ``zero_sum``, and at a rate of 0.
+        row_step, row_count: of a table with sparse gradients, the step of each row's last gradient,
+            [rows] in int32, and the number of rows that have had one, 0-dim; otherwise None.
+        touched: the row of ``param`` that each row of ``grad`` belongs to, [n] in int64; None if
+            ``grad`` has all rows (see :mod:`coupled_adam.optim.row_sparse`).
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
         no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
             read as a Python number.
@@ -101,6 +105,8 @@ class CoupledMatrix:
     max_exp_avg_sq: Tensor | None  # [columns]
     row_exp_avg_sq: Tensor | None  # [rows]
     mean_update: Tensor | None  # [columns]
+    row_step: Tensor | None  # [rows]
+    row_count: Tensor | None  # []
     lr: float | Tensor
     beta1: float | Tensor
     beta2: float | Tensor
@@ -112,6 +118,7 @@ class CoupledMatrix:
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
     shard: Any = None
+    touched: Tensor | None = None  # [n]
     kernel: Kernel = None  # type: ignore[assignment]  # set once the rest is known
 
     @classmethod
@@ -164,6 +171,8 @@ class CoupledMatrix:
             max_exp_avg_sq=max_exp_avg_sq,
             row_exp_avg_sq=row_exp_avg_sq,
             mean_update=mean_update,
+            row_step=state.get("row_step"),
+            row_count=state.get("row_count"),
             lr=lr,
             beta1=as_python_number(beta1, no_host_reads),
             beta2=as_python_number(beta2, no_host_reads),

@@ -34,6 +34,9 @@ ROW_MOMENT = "row_exp_avg_sq"
 MEAN_UPDATE = "mean_update"
 """LEAN's entry of shape [H] with ``zero_sum``."""
 
+ROW_STEP, ROW_COUNT = "row_step", "row_count"
+"""Entries of a table with sparse gradients, of shape [V] in int32 and 0-dim."""
+
 MOMENTS = {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE}
 """All entries that a group's options may need."""
 
@@ -105,10 +108,8 @@ def check_parameter(group: Group, index: int) -> None:
     if p.grad is None:  # of this rank alone
         return
     if p.grad.layout != torch.strided:
-        raise RuntimeError(
-            f"cannot couple {describe(group, index)}: its gradient is sparse, but coupling "
-            "averages over all rows. Construct the embedding with sparse=False"
-        )
+        check_sparse(group, describe(group, index), p)
+        return
     if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is a {layout_of(p)}, but its gradient "
@@ -116,6 +117,36 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
+
+
+def check_sparse(group: Group, name: str, p: Tensor) -> None:
+    """Raise RuntimeError if a group's options, or a table, do not allow sparse gradients."""
+    problem = None
+    if p.grad is not None and p.grad.layout not in (torch.strided, torch.sparse_coo):
+        problem = f"its layout is {p.grad.layout}. Make it torch.sparse_coo, or dense"
+    elif p.grad is not None and p.grad.is_sparse and p.grad.sparse_dim() != 1:
+        problem = "it is sparse in its columns, too, and must have whole rows"
+    elif not group["row_exponent"]:
+        problem = (
+            "Coupled Adam averages over all rows. Use LEAN, embeddings='lean', or construct the "
+            "embedding with sparse=False"
+        )
+    elif has_momentum(group):
+        problem = (
+            f"momentum, betas={group['betas']}, moves all rows. Set betas=(0.0, ...) in its group"
+        )
+    elif group["zero_sum"]:
+        problem = "zero_sum=True moves all rows. Set zero_sum=False in its group"
+    elif group["weight_decay"]:
+        problem = (
+            f"weight_decay={group['weight_decay']} changes all rows. Set weight_decay=0 in its group"
+        )
+    elif group["differentiable"] or group["capturable"]:
+        problem = "a step with them cannot be recorded. Leave out differentiable and capturable"
+    elif group["vocab_dim"] or p.dim() != 2 or type(p) not in sharded.PLAIN:
+        problem = "only a whole matrix [V, H] can have them"
+    if problem:
+        raise RuntimeError(f"{name} has sparse gradients, and {problem}")
 
 
 def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
@@ -250,6 +281,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
                 f"the state of {describe(group, index)} is that of other options: {_CHANGED}"
             )
         if not unfit:
+            _fit_row_steps(group, index, state)
             return
     else:
         _refuse_capture(p)
@@ -266,6 +298,33 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         else:
             state[name] = new_moment(group, p, dim)
+    _fit_row_steps(group, index, state)
+
+
+def _fit_row_steps(group: Group, index: int, state: dict[str, Tensor]) -> None:
+    """Create, or check, what the state of a table with sparse gradients has beside LEAN's.
+
+    Up to now all rows have been updated in every step, if there were any.
+    """
+    p = group["params"][index]
+    is_sparse = p.grad is not None and p.grad.layout == torch.sparse_coo
+    if ROW_STEP not in state and not (is_sparse or group.get("sparse")):
+        return
+    if ROW_STEP not in state:
+        r, steps = state[ROW_MOMENT], int(state["step"])
+        state[ROW_STEP] = torch.full((len(p),), steps, dtype=torch.int32, device=p.device)
+        state[ROW_COUNT] = ((r != 0) & (r != math.inf)).sum()
+    check_sparse(group, describe(group, index), p)
+    for name, shape, dtype in (
+        (ROW_STEP, torch.Size([len(p)]), torch.int32),
+        (ROW_COUNT, torch.Size([]), torch.int64),
+    ):
+        value = state.get(name)
+        if value is None or (value.shape, value.dtype, value.device) != (shape, dtype, p.device):
+            raise RuntimeError(
+                f"{name} in the optimizer state of {describe(group, index)} must be "
+                f"{list(shape)} in {dtype} on {p.device}, and is {value!r:.60}: {_CHANGED}"
+            )
 
 
 def _zero_step(group: Group, p: Tensor) -> Tensor:

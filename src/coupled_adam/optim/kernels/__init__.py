@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import flat, reference
+from coupled_adam.optim import flat, reference, row_sparse
 from coupled_adam.optim.kernels import blocks, native
 from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
 from coupled_adam.optim.sharded import PLAIN
@@ -56,6 +56,8 @@ def choose(matrix: CoupledMatrix) -> Kernel:
     """
     if matrix.shard is not None:
         return flat
+    if matrix.row_step is not None:
+        return row_sparse
     if matrix.no_host_reads or type(matrix.param) not in PLAIN:
         return reference
     if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):
@@ -67,6 +69,19 @@ def choose(matrix: CoupledMatrix) -> Kernel:
 
         return triton
     return blocks
+
+
+def of_rows(table: CoupledMatrix) -> Kernel | None:
+    """Choose the kernel for the touched rows of a table; None if they have to be copied."""
+    if table.no_host_reads or type(table.param) not in PLAIN or table.group["fused"] is False:
+        return None
+    if native.supports(table):
+        return native
+    if _supported_by_triton(table) and _triton_works(table):
+        from coupled_adam.optim.kernels import triton
+
+        return triton
+    return None
 
 
 def _supported_by_triton(matrix: CoupledMatrix) -> bool:

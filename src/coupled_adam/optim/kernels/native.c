@@ -52,6 +52,12 @@ typedef struct {
     void *row_exp_avg_sq, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
     double row_share, row_correction, nu_correction, exponent, log_limit, largest_step;
     int32_t finish; /* whether lean updates nu and mean_update from its sums */
+    /* LEAN of a sparse gradient: which row of param and r each row of grad belongs to, and the step in
+     * which each of them had its last gradient; NULL if grad has all rows. */
+    const int64_t *touched;
+    int32_t *row_step;
+    int32_t step;
+    double log_beta2;
 } Update;
 
 /* One thread's share of the rows. */

@@ -6,6 +6,7 @@ package is built; if no C compiler was available then, this kernel is not used.
 
 import ctypes
 import functools
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,9 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
         *((name, ctypes.c_double) for name in ("log_limit", "largest_step")),
         ("finish", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("touched", "row_step")),
+        ("step", ctypes.c_int32),
+        ("log_beta2", ctypes.c_double),
     ]
 
 
@@ -104,7 +108,10 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.log_limit = reference.LOG_LIMIT
         # row_share has another factor than the mean of the squares
         record.largest_step = reference.LARGEST_STEP * (1 - beta2) ** 0.5
-        record.finish = not matrix.row_ranks
+        record.finish = not matrix.row_ranks and matrix.touched is None
+        if matrix.touched is not None and matrix.row_step is not None:
+            record.touched, record.row_step = matrix.touched.data_ptr(), matrix.row_step.data_ptr()
+            record.step, record.log_beta2 = int(t), math.log(beta2) if beta2 else -math.inf
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()
     _set_scalars(record, matrix, scalars, seen)
@@ -116,7 +123,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 def _record(matrix: CoupledMatrix) -> _Record:
     """What does not depend on the step's numbers; all else is zeros and NULL."""
     record, param, grad = _Record(), matrix.param, matrix.grad
-    rows, columns = param.shape
+    rows, columns = grad.shape
     record.dtype, record.rows, record.columns = _DTYPES[param.dtype], rows, columns
     record.threads = min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD) or 1
     record.param, record.param_stride = param.data_ptr(), param.stride()[0]

@@ -275,6 +275,11 @@ static NAME(Work) NAME(begin)(Share *share, int count, int is_update) {
                         .group = {.update = share->update}};
 }
 
+/* The row of param and r that a row of grad belongs to. */
+ALWAYS_INLINE static int64_t NAME(row_of_table)(const Update *u, int64_t row) {
+    return u->touched == NULL ? row : u->touched[row];
+}
+
 /* Go to the rows `row`, `row + run`, `row + 2 run`, ..., as far as they are this thread's. */
 static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run) {
     const Update *u = work->share->update;
@@ -285,8 +290,9 @@ static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run) {
         if (u->exp_avg != NULL)
             group->rows[MOMENT][r] = is_row ? (T *)u->exp_avg + row * u->exp_avg_stride : work->no_param;
         if (!work->is_update) continue;
-        group->rows[PARAM][r] = is_row ? (T *)u->param + row * u->param_stride : work->no_param;
-        group->key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
+        const int64_t at = is_row ? NAME(row_of_table)(u, row) : 0;
+        group->rows[PARAM][r] = is_row ? (T *)u->param + at * u->param_stride : work->no_param;
+        group->key[r] = mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key);
     }
 }
 
@@ -366,6 +372,8 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
                                      const int stochastic) {
     const NAME(Lerp) lerp = NAME(lerp_of)(u, u->factor);
     const WIDE decay = (WIDE)u->decay;
+    /* Rows of a table that are touched do not lie side by side; see lean_go_to_next. */
+    const int64_t param_ahead = u->touched == NULL ? LEAN_AHEAD : 0;
     VECTOR next_squares[ROWS][PIECES];
     memcpy(next_squares, group->squares, sizeof next_squares);
     for (int64_t i = 0; i < count; i += LINE) {
@@ -378,7 +386,7 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
             const T *g = group->rows[GRAD][r] + i, *next = group->rows[NEXT][r] + i;
             T *p = group->rows[PARAM][r] + i;
             PREFETCH(next, LEAN_AHEAD);
-            PREFETCH(p, LEAN_AHEAD);
+            PREFETCH(p, param_ahead);
             if (moment) {
                 PREFETCH(group->rows[MOMENT][r] + i, LEAN_AHEAD);
                 NAME(lerp)(&lerp, group->rows[MOMENT][r] + i, g);
@@ -417,15 +425,31 @@ LEAN_COLUMNS(lean_stochastically_columns, 0, 1)
 LEAN_COLUMNS(lean_moment_columns, 1, 0)
 LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
 
-/* A row's weight from its squares, and the new r; or the weight that is given. */
-static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares, double largest) {
-    if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
-    WIDE *r = (WIDE *)u->row_exp_avg_sq + row;
+/* A row's weight from its squares, and the new r; or the weight that is given. Rows that move are
+ * counted; of a sparse gradient those that begin to, less those that stop. */
+static WIDE NAME(lean_weight)(NAME(Work) *work, int64_t row, const VECTOR *squares) {
+    const Update *u = work->share->update;
+    if (u->row_exp_avg_sq == NULL) {
+        const WIDE given = ((const WIDE *)u->weights)[row];
+        work->active += given != 0;
+        return given;
+    }
+    const int64_t at = NAME(row_of_table)(u, row);
+    WIDE *r = (WIDE *)u->row_exp_avg_sq + at;
+    double old = *r;
+    if (u->row_step != NULL) { /* r has not decayed since the row's last gradient */
+        work->active -= old != 0 && !isinf(old);
+        const int32_t steps = u->step - 1 - u->row_step[at];
+        if (steps > 0) old *= exp(steps * u->log_beta2);
+        u->row_step[at] = u->step;
+    }
     const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);
-    *r = (WIDE)(u->beta2 * *r + share);
-    const WIDE weight = NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
-    const double limit = largest / sqrt(share); /* infinite without a gradient */
-    return weight > limit ? (WIDE)limit : weight;
+    *r = (WIDE)(u->beta2 * old + share);
+    WIDE weight = NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
+    const double limit = work->largest / sqrt(share); /* infinite without a gradient */
+    if (weight > limit) weight = (WIDE)limit;
+    work->active += weight != 0;
+    return weight;
 }
 
 /* log rho before its bias correction: the columns' mean distance from `center`, in log nu. */
@@ -454,9 +478,8 @@ static void NAME(lean_go_to)(NAME(Work) *work, int64_t row, int64_t run) {
     NAME(go_to)(work, row, run);
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
-        const WIDE weight = is_row ? NAME(lean_weight)(u, row, group->squares[r], work->largest) : 0;
+        const WIDE weight = is_row ? NAME(lean_weight)(work, row, group->squares[r]) : 0;
         memset(group->squares[r], 0, sizeof group->squares[r]);
-        work->active += weight != 0;
         group->weight[r] = weight, group->scaled[r] = weight * (WIDE)u->factor;
         group->moves[r] = weight != 0;
         if (weight == 0) group->rows[GRAD][r] = work->no_row;
@@ -469,6 +492,14 @@ static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
         work->group.rows[NEXT][r] = is_row ? (T *)u->grad + row * u->grad_stride : work->no_row;
+        if (!is_row || u->touched == NULL) continue;
+        /* Its row of the table, which no stream leads to */
+        const int64_t at = u->touched[row];
+        const char *line = (const char *)((T *)u->param + at * u->param_stride);
+        for (const char *end = line + u->columns * (int64_t)sizeof(T); line < end; line += 64)
+            __builtin_prefetch(line, 1, 2);
+        __builtin_prefetch((const WIDE *)u->row_exp_avg_sq + at, 1, 2);
+        __builtin_prefetch(u->row_step + at, 1, 2);
     }
 }
 

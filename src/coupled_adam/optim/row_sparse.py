@@ -1,0 +1,116 @@
+"""LEAN of a table with sparse gradients: a step reads and writes the rows that have one, no others.
+
+Without momentum, zero-sum updates and weight decay LEAN moves only rows that have a gradient. So a
+step on these rows alone is exact, for a table of any size, if the r of the others decays later, all
+at once, when they have a gradient again. With t_i the step of row i's last gradient::
+
+    r_i <- beta2^(t - t_i) r_i + (1 - beta2) (1/H) sum_j g_ij^2,   t_i <- t     (rows with g_i alone)
+    nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2
+
+and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows that ever had a gradient.
+The state of a table [V, H] is ``row_exp_avg_sq`` [V], ``row_step`` [V] in int32, ``exp_avg_sq``
+[H], ``row_count`` and ``step``: 8 bytes a row in single precision.
+
+This module is the :class:`~coupled_adam.optim.matrix.Kernel` of such a table. Each kernel that can
+address rows by number takes them where they lie; the reference takes a copy of them and puts it
+back. A dense gradient of the same table means the same, and takes a pass over all rows.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from coupled_adam.optim import reference
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars
+
+SKIPS_ON_DEVICE = False
+
+
+def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
+    """Update a table, its r, t_i, k and nu; the sums of a dense gradient, if others have rows."""
+    from coupled_adam.optim import kernels  # which imports this module
+
+    assert weights is None
+    assert matrix.row_count is not None
+    if matrix.touched is None:
+        return _dense(matrix, scalars)
+    kernel = kernels.of_rows(matrix)
+    total = _copied(matrix, scalars) if kernel is None else kernel.lean(matrix, None, scalars)
+    assert total is not None
+    matrix.row_count.add_(total[-1].to(matrix.row_count))
+    reference.finish(matrix, torch.cat([total[:-1], matrix.row_count[None].to(total)]))
+    return None
+
+
+def touched(matrix: CoupledMatrix) -> CoupledMatrix:
+    """The table with the rows of its sparse gradient, [n, H], each once, and their numbers [n].
+
+    Raises:
+        RuntimeError: on a CPU, if a number is no row of the table. On a GPU, where the host would
+            have to wait for the answer, such a row of the gradient is left out.
+    """
+    grad = matrix.grad.coalesce()
+    (rows,) = grad.indices()
+    if rows.is_cpu and len(rows):
+        least, most = (int(x) for x in rows.aminmax())
+        if least < 0 or most >= matrix.vocab_size:
+            raise RuntimeError(
+                f"a sparse gradient has rows from {least} to {most}, but its table {matrix.vocab_size}"
+            )
+    values = grad.values().to(matrix.param.dtype).contiguous()
+    return replace(matrix, grad=values, touched=rows.contiguous())
+
+
+def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
+    """The reference's pass over a copy of the touched rows."""
+    assert table.touched is not None
+    assert table.row_step is not None
+    assert table.row_exp_avg_sq is not None
+    rows, t = table.touched, scalars.t
+    # 1. The rows, with r as it would be after the step before
+    r = table.row_exp_avg_sq[rows]
+    was_active = (r != 0) & (r != torch.inf)
+    r = decayed(r, table.row_step[rows], t, table.beta2)
+    part = replace(table, param=table.param[rows], row_exp_avg_sq=r, touched=None, row_step=None)
+    if (noise := scalars.noise) is not None:  # each row has its own, wherever it lies
+        offsets = rows - torch.arange(len(rows), device=rows.device)
+        scalars = scalars._replace(noise=noise._replace(row=offsets))  # type: ignore[arg-type]
+    # 2. The pass, and what it has changed
+    total = reference.lean(part, None, scalars)
+    table.param.index_copy_(0, rows, part.param)
+    table.row_exp_avg_sq.index_copy_(0, rows, r)
+    now = t.to(torch.int32) if isinstance(t, Tensor) else int(t)
+    table.row_step.index_fill_(0, rows, now)
+    # 3. The rows that began to move, less those that stopped
+    total[-1] -= was_active.sum()
+    return total
+
+
+def _dense(matrix: CoupledMatrix, scalars: Scalars) -> Tensor | None:
+    """A step with a gradient of all rows, by the kernel that the matrix would have otherwise."""
+    from coupled_adam.optim import kernels
+
+    assert matrix.row_step is not None
+    assert matrix.row_count is not None
+    r, t = matrix.row_exp_avg_sq, scalars.t
+    assert r is not None
+    r.copy_(decayed(r, matrix.row_step, t, matrix.beta2))
+    plain = replace(matrix, row_step=None, row_count=None)
+    total = kernels.choose(plain).lean(plain, None, scalars)
+    matrix.row_step.fill_(t)
+    matrix.row_count.copy_(count_of(r))
+    if total is not None:
+        reference.finish(plain, total)
+    return None
+
+
+def decayed(r: Tensor, row_step: Tensor, t: float | Tensor, beta2: float | Tensor) -> Tensor:
+    """r [rows] after the step before t, given the step of each row's last gradient, [rows]."""
+    steps = (t - 1 - row_step).to(reference.wide(r)).clamp(min=0)
+    return (r.to(steps) * beta2**steps).to(r.dtype)
+
+
+def count_of(r: Tensor) -> Tensor:
+    """The number of rows that move, 0-dim: those that have had a gradient without overflow."""
+    return ((r != 0) & (r != torch.inf)).sum()

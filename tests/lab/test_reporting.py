@@ -211,12 +211,14 @@ def test_the_best_arm_with_each_optimizer(recipe):
         if (arm, seed) != ("lean-2", 2)  # it diverged
     ]
     (paragraph,) = conclusion(frame_of(runs), {})
-    assert paragraph.startswith("The test loss of LEAN, f = 2 is higher than that of AdamW, f = 4 by 1.00")
+    assert paragraph.startswith(
+        "The test loss of LEAN, f = 2 is higher than that of AdamW, f = 4 by 1.00"
+    )
     assert "The test loss of mine: AdamW, beta1 0 is higher than that of AdamW, f = 4" in paragraph
     # It is called by that name alone once its options have been said.
     assert paragraph.endswith(
-        "The arms with the lowest validation loss are AdamW, f = 4 (4.015); LEAN, f = 2 (4.215); mine "
-        "(4.115)."
+        "The arms with the lowest validation loss are AdamW, f = 4 (4.015); LEAN, f = 2 (4.215); "
+        "mine (4.115)."
     )
 
 

@@ -17,11 +17,14 @@ from coupled_adam.optim.options import (
     is_lean,
     is_muons,
 )
+from coupled_adam.optim.row_sparse import decayed
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
     MOMENTS,
+    ROW_COUNT,
     ROW_MOMENT,
+    ROW_STEP,
     SECOND_MOMENTS,
     check_group,
     describe,
@@ -30,6 +33,7 @@ from coupled_adam.optim.state import (
     layout_of,
     moment_dtype,
     new_moment,
+    sparse_problem,
 )
 from coupled_adam.optim.warn import warn
 
@@ -38,6 +42,8 @@ State = dict[str, Tensor]
 # The entries that each must have. Coupled Adam's may lack exp_avg, which begins with momentum.
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 _MUONS = ("momentum_buffer",)
+# What our groups have beside options.
+_OWN = ("flat_shards", "sparse", "initial_lr_factor", "lr_factor_from", "initial_beta1")
 _MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 
 
@@ -161,6 +167,15 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
     # 2. The first moment: what is not finite would reach all rows through LEAN's mean update
     if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
         state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
+    # A table with sparse gradients, whose r decays on the way to options that update all rows
+    row_steps: State = {}
+    if ROW_STEP in state:
+        row_steps = _row_steps(group, p, state)
+        if not row_steps:
+            moments[ROW_MOMENT] = decayed(
+                moments[ROW_MOMENT], state[ROW_STEP], float(state["step"]) + 1, group["betas"][1]
+            )
+        state = {n: x for n, x in state.items() if n not in (ROW_STEP, ROW_COUNT)}
     # 3. Entries that are not needed go, as fit_state refuses them; what is neither Adam's nor ours,
     # such as a wrapper's own, stays
     state = {n: x for n, x in {**state, **moments}.items() if n not in MOMENTS - needed.keys()}
@@ -169,8 +184,26 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
         name: sharded.place_moment(moments[name], p, dim).to(p.device)
         for name, dim in needed.items()
         if dim is not None
-    }
+    } | row_steps
     return {**state, **moments}, moments
+
+
+def _row_steps(group: Group, p: Tensor, state: State) -> State:
+    """What a table with sparse gradients has beside LEAN's state; empty if it may have none."""
+    steps, count = state[ROW_STEP], state.get(ROW_COUNT)
+    is_whole = (
+        isinstance(steps, Tensor) and steps.dtype == torch.int32 and steps.shape == p.shape[:1]
+    )
+    if not is_whole or not isinstance(count, Tensor) or count.dtype != torch.int64 or count.dim():
+        raise ValueError(
+            f"its {ROW_STEP} must be {list(p.shape[:1])} in int32 and its {ROW_COUNT} a number in "
+            f"int64, and they are {steps!r:.60} and {count!r:.60}"
+        )
+    if steps.min() < 0 or steps.max() > state["step"] or not 0 <= count <= len(steps):
+        raise ValueError(f"its {ROW_STEP} or {ROW_COUNT} is out of range")
+    if sparse_problem(group, p):
+        return {}
+    return {ROW_STEP: steps.to(p.device), ROW_COUNT: count.to(p.device)}
 
 
 def _check_entries(state: State, p: Tensor) -> None:
@@ -300,16 +333,18 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
             if is_muons(group):
                 state.pop(key, None)
         # torch.optim.Adam would keep options that it does not know, and save them again.
-        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "lr_factor_from", "initial_beta1")
-        left_out += _MUON_OPTIONS
+        left_out = {*OPTIONS, *_OWN, *_MUON_OPTIONS}
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _spread(state: State, group: Group) -> State:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
-    adam = {name: value for name, value in state.items() if name not in (ROW_MOMENT, MEAN_UPDATE)}
+    of_lean = (ROW_MOMENT, MEAN_UPDATE, ROW_STEP, ROW_COUNT)
+    adam = {name: value for name, value in state.items() if name not in of_lean}
     vocab_dim, r, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
+    if r is not None and ROW_STEP in state:
+        r = decayed(r, state[ROW_STEP], float(state["step"]) + 1, group["betas"][1])
     if exp_avg is None and r is None:
         return {}
     for name in state.keys() & {*SECOND_MOMENTS}:

@@ -86,6 +86,11 @@ class ModelMatrix:
         return self.kinds > {"table"}
 
     @property
+    def has_sparse_gradients(self) -> bool:
+        """Whether all modules that hold it say so; a dense head of a tied matrix makes it dense."""
+        return self.kinds == {"table"} and all(m.sparse for m in self.holders)
+
+    @property
     def is_head(self) -> bool:
         """Whether it is an output embedding of tokens, and not tied to an input embedding."""
         if self.sides:
@@ -141,7 +146,8 @@ def embedding_parameters(
     3. *Rows.* Every ``nn.Embedding`` and every ``nn.Linear`` with exactly V rows is one, unless it
        is named for something else (positions, token types, adapters, ...). Linear layers in a block
        that is repeated, as in ``layers.3.mlp``, are none. Where V is the width of hidden layers,
-       too, it is not clear which linear layers are heads.
+       too, it is not clear which linear layers are heads. Every table with ``sparse=True`` is one,
+       whatever its name and size.
     4. *Doubt.* If nothing is clear, an error asks for ``tables`` or ``vocab_size``. If something
        is, one warning names what else looks like a token embedding.
 
@@ -310,7 +316,7 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
         if m.is_tied:
             m.sides = {"input", "output"}
     # 2. Sizes: given, of step 1, or configured where a table or a head has as many rows
-    possible = [m for m in matrices if m.may_embed_tokens]
+    possible = [m for m in matrices if m.may_embed_tokens or m.has_sparse_gradients]
     tables = [m for m in possible if "table" in m.kinds]
     layers = [m for m in possible if "linear" in m.kinds and m not in tables]
     rows = {m.shape[0] for m in (*tables, *(m for m in layers if not m.blocks))}
@@ -324,10 +330,15 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     # Of how many layers a number is the width: columns are no tokens.
     widths = Counter(m.shape[1] for m in matrices if m.kinds & {"table", "linear"})
     if not sizes and not has_getters:
-        sizes = _size_of_the_tables(tables, layers, widths)
+        # A table of hashes is larger than the vocabulary, and need not tell its size.
+        if dense := [m for m in tables if not m.has_sparse_gradients]:
+            sizes = _size_of_the_tables(dense, layers, widths)
+        else:
+            sizes = {m.shape[0] for m in tables} & {m.shape[0] for m in layers if not m.blocks}
     # 3. Rows
     for m in tables:
-        if m.shape[0] in sizes and not m.sides and not m.is_doubtful:
+        is_of_tokens = m.shape[0] in sizes and not m.is_doubtful
+        if not m.sides and (is_of_tokens or m.has_sparse_gradients):
             m.sides = {"input"}
             for other in layers:  # what has a table of its own is a model of an ensemble, no block
                 other.blocks = {b for b in other.blocks if not m.name.startswith(b)}

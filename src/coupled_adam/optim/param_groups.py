@@ -16,7 +16,14 @@ from coupled_adam.optim.find_embeddings import (
     matrices_of_size,
     resolve,
 )
-from coupled_adam.optim.options import LEAN_LR_FACTOR, Group, check_options, complete
+from coupled_adam.optim.options import (
+    LEAN_LR_FACTOR,
+    OPTIONS,
+    Group,
+    check_options,
+    complete,
+)
+from coupled_adam.optim.state import sparse_problem
 from coupled_adam.optim.warn import warn
 
 Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
@@ -53,6 +60,12 @@ def lean_lr_factor(steps: int) -> float:
     return min(16.0, max(1.0, 15_000 / int(steps)))
 
 
+# What a group may leave to the optimizer, for checks before there is one.
+_COMPLETE: dict[str, Any] = {
+    **OPTIONS,
+    **dict.fromkeys(("differentiable", "capturable"), False),
+    "betas": (0.9, 0.999),
+}
 _NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
 # What embeddings= may set. Not coupled and vocab_dim, which the search for the matrices sets.
 _OPTIONS = {"lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
@@ -129,7 +142,8 @@ def param_groups(
     Returns:
         A list of groups to pass to the optimizer: the matrices that decay, the rest, and last the
         coupled matrices (those stored as [H, V], and an untied head with a rate of its own, in
-        groups of their own). Each has ``params``, ``param_names``, ``coupled``, and whichever of
+        groups of their own, and tables with ``sparse=True``, which are updated without ``zero_sum``
+        and weight decay). Each has ``params``, ``param_names``, ``coupled``, and whichever of
         the options above is not left to the optimizer. The list prints as a table. Other optimizers
         of torch can take it, too, such as AdamW for comparison: they ignore options that they do
         not have, and raise an error where ``lr_factor`` has left ``lr`` to Coupled Adam.
@@ -139,7 +153,9 @@ def param_groups(
         ValueError: for an unknown name or option in ``embeddings``; for ``steps`` that are not a
             positive whole number, beside a rate of the embeddings, without LEAN, or where nothing
             is coupled; for a ``head_lr`` where there is no head or it is tied; if an entry of
-            ``exclude`` matches no parameter; or as in :func:`embedding_parameters`.
+            ``exclude`` matches no parameter; if a table has ``sparse=True`` and the options of
+            ``embeddings`` would move rows without a gradient; or as in
+            :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
@@ -200,6 +216,11 @@ def param_groups(
         elif is_coupled:
             decay = coupled_decay
             group |= {**options, "vocab_dim": embedding.vocab_dim}
+            if embedding.has_sparse_gradients:  # what would move all rows is left out
+                decay = 0.0
+                group |= {"zero_sum": False, "weight_decay": decay, "sparse": True}
+                if problem := sparse_problem(_COMPLETE | group, p):
+                    raise ValueError(f"{embedding} {problem}")
         else:
             decay = embedding_weight_decay
         has_head_lr = head_lr is not None and embedding is not None and embedding.is_head
@@ -211,7 +232,11 @@ def param_groups(
             group["weight_decay"] = decay
         # In the order of the groups: coupled ones last, and hidden matrices first, since the rate
         # that frameworks log is the first group's, which should be the optimizer's own.
-        key = (is_coupled, has_head_lr, group.get("vocab_dim", 0), not is_hidden, decay or 0.0)
+        is_sparse = "sparse" in group
+        key = (
+            *(is_coupled, has_head_lr, is_sparse, group.get("vocab_dim", 0)),
+            *(not is_hidden, decay or 0.0),
+        )
         group = groups.setdefault(key, group)
         group["params"].append(p)
         group["param_names"].append(name)

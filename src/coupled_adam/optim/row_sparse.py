@@ -4,7 +4,8 @@ Without momentum, zero-sum updates and weight decay LEAN moves only rows that ha
 step on these rows alone is exact, for a table of any size, if the r of the others decays later, all
 at once, when they have a gradient again. With t_i the step of row i's last gradient::
 
-    r_i <- beta2^(t - t_i) r_i + (1 - beta2) (1/H) sum_j g_ij^2,   t_i <- t     (rows with g_i alone)
+    r_i <- beta2^(t - t_i) r_i + (1 - beta2) (1/H) sum_j g_ij^2     (rows with a gradient)
+    t_i <- t
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2
 
 and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows that ever had a gradient.
@@ -56,7 +57,8 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
         least, most = (int(x) for x in rows.aminmax())
         if least < 0 or most >= matrix.vocab_size:
             raise RuntimeError(
-                f"a sparse gradient has rows from {least} to {most}, but its table {matrix.vocab_size}"
+                f"a sparse gradient has rows from {least} to {most}, but its table has "
+                f"{matrix.vocab_size}"
             )
     values = grad.values().to(matrix.param.dtype).contiguous()
     return replace(matrix, grad=values, touched=rows.contiguous())

@@ -108,7 +108,7 @@ def check_parameter(group: Group, index: int) -> None:
     if p.grad is None:  # of this rank alone
         return
     if p.grad.layout != torch.strided:
-        check_sparse(group, describe(group, index), p)
+        _check_sparse(group, index)
         return
     if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
@@ -119,34 +119,38 @@ def check_parameter(group: Group, index: int) -> None:
         raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
 
 
-def check_sparse(group: Group, name: str, p: Tensor) -> None:
-    """Raise RuntimeError if a group's options, or a table, do not allow sparse gradients."""
-    problem = None
+def sparse_problem(group: Group, p: Tensor) -> str | None:
+    """Why a table of a group cannot have sparse gradients, and what to do; None if it can."""
     if p.grad is not None and p.grad.layout not in (torch.strided, torch.sparse_coo):
-        problem = f"its layout is {p.grad.layout}. Make it torch.sparse_coo, or dense"
-    elif p.grad is not None and p.grad.is_sparse and p.grad.sparse_dim() != 1:
-        problem = "it is sparse in its columns, too, and must have whole rows"
-    elif not group["row_exponent"]:
-        problem = (
-            "Coupled Adam averages over all rows. Use LEAN, embeddings='lean', or construct the "
-            "embedding with sparse=False"
+        return f"has a gradient of layout {p.grad.layout}. Make it torch.sparse_coo, or dense"
+    if p.grad is not None and p.grad.is_sparse and p.grad.sparse_dim() != 1:
+        return "has a gradient that is sparse in its columns, too. Make it one of whole rows"
+    if not group["row_exponent"]:
+        return (
+            "has sparse gradients, but Coupled Adam averages over all rows. Use LEAN, "
+            "embeddings='lean', or construct the embedding with sparse=False"
         )
-    elif has_momentum(group):
-        problem = (
-            f"momentum, betas={group['betas']}, moves all rows. Set betas=(0.0, ...) in its group"
+    all_rows = "has sparse gradients, but {} moves all rows. Set {} in its group"
+    if has_momentum(group):
+        return all_rows.format(f"betas={group['betas']}", "betas=(0.0, ...)")
+    if group["zero_sum"]:
+        return all_rows.format("zero_sum=True", "zero_sum=False")
+    if group["weight_decay"]:
+        return all_rows.format(f"weight_decay={group['weight_decay']}", "weight_decay=0")
+    if group["differentiable"] or group["capturable"]:
+        return (
+            "has sparse gradients, with which a step cannot be recorded. Leave out differentiable "
+            "and capturable"
         )
-    elif group["zero_sum"]:
-        problem = "zero_sum=True moves all rows. Set zero_sum=False in its group"
-    elif group["weight_decay"]:
-        problem = (
-            f"weight_decay={group['weight_decay']} changes all rows. Set weight_decay=0 in its group"
-        )
-    elif group["differentiable"] or group["capturable"]:
-        problem = "a step with them cannot be recorded. Leave out differentiable and capturable"
-    elif group["vocab_dim"] or p.dim() != 2 or type(p) not in sharded.PLAIN:
-        problem = "only a whole matrix [V, H] can have them"
-    if problem:
-        raise RuntimeError(f"{name} has sparse gradients, and {problem}")
+    if group["vocab_dim"] or p.dim() != 2 or type(p) not in sharded.PLAIN:
+        return "has sparse gradients, which only a whole matrix [V, H] can have"
+    return None
+
+
+def _check_sparse(group: Group, index: int) -> None:
+    """Raise RuntimeError if a table cannot have sparse gradients."""
+    if problem := sparse_problem(group, group["params"][index]):
+        raise RuntimeError(f"{describe(group, index)} {problem}")
 
 
 def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
@@ -314,7 +318,7 @@ def _fit_row_steps(group: Group, index: int, state: dict[str, Tensor]) -> None:
         r, steps = state[ROW_MOMENT], int(state["step"])
         state[ROW_STEP] = torch.full((len(p),), steps, dtype=torch.int32, device=p.device)
         state[ROW_COUNT] = ((r != 0) & (r != math.inf)).sum()
-    check_sparse(group, describe(group, index), p)
+    _check_sparse(group, index)
     for name, shape, dtype in (
         (ROW_STEP, torch.Size([len(p)]), torch.int32),
         (ROW_COUNT, torch.Size([]), torch.int64),

@@ -57,7 +57,7 @@ def choose(matrix: CoupledMatrix) -> Kernel:
     if matrix.shard is not None:
         return flat
     if matrix.row_step is not None:
-        return row_sparse
+        return row_sparse  # type: ignore[return-value]  # it has no passes of Coupled Adam
     if matrix.no_host_reads or type(matrix.param) not in PLAIN:
         return reference
     if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):

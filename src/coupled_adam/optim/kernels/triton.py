@@ -103,7 +103,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     """Update the matrix by LEAN; return its sums if others are added to them."""
     param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
     nu, mean, share = matrix.exp_avg_sq, matrix.mean_update, 1 - matrix.beta2
-    rows, columns = param.shape
+    rows, columns = grad.shape
     parts, block, options = _lean_shape(matrix, is_rounded=scalars.noise is not None)
     sums = _empty(grad, parts, 2 * columns + 1)
     # fmt: off
@@ -111,13 +111,14 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         _lean, (parts,), block,
         param, *param.stride(), grad, *grad.stride(), exp_avg, *_strides(exp_avg),
         nu, mean, None if weights is not None else matrix.row_exp_avg_sq, weights, sums,
+        matrix.touched, matrix.row_step if matrix.touched is not None else None, param.shape[0],
         rows, columns,
         share=share, exponent=matrix.group["row_exponent"] / 2,
         log_limit=reference.LOG_LIMIT / math.log(2),
         log_largest_step=math.log2(reference.LARGEST_STEP),
         **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
     )
-    are_complete = not matrix.row_ranks and weights is None
+    are_complete = not matrix.row_ranks and weights is None and matrix.touched is None
     if are_complete and columns:
         _launch(
             _finish_lean, (_cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
@@ -184,7 +185,7 @@ def _lean_shape(
     H200. ``benchmarks/gpu_compile.py`` prints what this means for each GPU.
     """
     param, matrices, mean = matrix.param, matrix.matrices, matrix.mean_update
-    (rows, columns), (units, shared_memory) = param.shape, _device(param.device)
+    (rows, columns), (units, shared_memory) = matrix.grad.shape, _device(param.device)
     wide = max(16, 1 << (columns - 1).bit_length())  # a power of two
     tall = max(1, _LEAN_ELEMENTS // wide)
     most = _PROGRAMS * units * _LEAN_ELEMENTS // (tall * wide)
@@ -348,6 +349,7 @@ def _lean(
     grad, grad_row_stride, grad_column_stride,
     exp_avg, exp_avg_row_stride, exp_avg_column_stride,
     nu, mean, r, weights, sums,  # r is None if the weights are given
+    touched, row_step, table_rows,  # of a sparse gradient; otherwise the first two are None
     rows, columns,
     share, exponent, log_limit, log_largest_step, t, lr, log_beta1, log_beta2, scale, eps,
     weight, decay, factor, skip, noise_t, first_row, first_column, salt,
@@ -393,16 +395,27 @@ def _lean(
     count = tl.zeros((ROWS,), dtype=tl.float32)
     for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
+        is_row = row < rows
+        at = row  # in the table
+        if touched is not None:
+            at = tl.load(touched + row, mask=is_row, other=0)
+            is_row = is_row & (at >= 0) & (at < table_rows)  # as nobody else has checked on a GPU
+        mask = is_row[:, None] & inside[None, :]
         place = _place(row, grad_row_stride, column, grad_column_stride)
         g = factor * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
 
         # Each row's weight: 0 if it never had a gradient, or if its squares overflow.
         if r is not None:
-            old = tl.load(r + row, mask=row < rows, other=0.0)
+            old = tl.load(r + at, mask=is_row, other=0.0)
+            if row_step is not None:  # r has not decayed since the row's last gradient
+                count -= tl.where((old != 0) & (old != float("inf")), 1.0, 0.0)
+                steps = t.to(tl.int32) - 1 - tl.load(row_step + at, mask=is_row, other=0)
+                decay_of_r = tl.exp(tl.maximum(steps, 0).to(tl.float32) * log_beta2)
+                old = tl.where(steps > 0, old * decay_of_r, old)
+                tl.store(row_step + at, t.to(tl.int32), mask=is_row)
             mean_square = tl.sum(g * g, axis=1) / columns
             new = _average(old, mean_square, share)
-            tl.store(r + row, new, mask=row < rows)
+            tl.store(r + at, new, mask=is_row)
             unknown = (new == 0) | (new == float("inf"))
             # In logarithms, which take fewer operations than a root and a division.
             power = -exponent * tl.log2(tl.div_rn(tl.where(unknown, 1.0, new), row_correction))
@@ -411,7 +424,7 @@ def _lean(
             power = tl.where(limit < power, limit, power)
             w = tl.where(unknown, 0.0, tl.exp2(power))
         else:
-            w = tl.load(weights + row, mask=row < rows, other=0.0)
+            w = tl.load(weights + row, mask=is_row, other=0.0)
         active = (w != 0)[:, None]
 
         g = tl.where(active, g, 0.0)
@@ -428,13 +441,13 @@ def _lean(
         if mean is not None:
             d = tl.load(mean + column, mask=column < _moving(columns, lr), other=0.0)
             change -= tl.where(active, d[None, :], 0.0)
-        place = _place(row, param_row_stride, column, param_column_stride)
+        place = _place(at, param_row_stride, column, param_column_stride)
         p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
         if noise_t is not None:
             # This adds 0, which the compiler does not know: otherwise a thread would keep the
             # numbers of all its columns in registers from one row to the next.
             number = column + (first_column + (first >> 31))
-            p = _rounded(p, row + first_row, number, noise_t, salt)
+            p = _rounded(p, at.to(tl.int32) + first_row, number, noise_t, salt)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
     tl.store(sums + column, rate * tl.sum(update, axis=0), mask=inside)
     tl.store(sums + columns + column, tl.sum(square, axis=0), mask=inside)

@@ -51,8 +51,9 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
         RuntimeError: on a CPU, if a number is no row of the table. On a GPU, where the host would
             have to wait for the answer, such a row of the gradient is left out.
     """
-    grad = matrix.grad.coalesce()
-    (rows,) = grad.indices()
+    from coupled_adam.optim.kernels import native
+
+    (rows,), values = matrix.grad._indices(), matrix.grad._values()
     if rows.is_cpu and len(rows):
         least, most = (int(x) for x in rows.aminmax())
         if least < 0 or most >= matrix.vocab_size:
@@ -60,7 +61,13 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
                 f"a sparse gradient has rows from {least} to {most}, but its table has "
                 f"{matrix.vocab_size}"
             )
-    values = grad.values().to(matrix.param.dtype).contiguous()
+    if not matrix.grad.is_coalesced():
+        added = native.add_duplicates(rows, values) if rows.is_cpu else None
+        if added is None:
+            grad = matrix.grad.coalesce()
+            added = grad.indices()[0], grad.values()
+        rows, values = added
+    values = values.to(matrix.param.dtype).contiguous()
     return replace(matrix, grad=values, touched=rows.contiguous())
 
 

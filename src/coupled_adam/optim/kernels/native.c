@@ -60,6 +60,15 @@ typedef struct {
     double log_beta2;
 } Update;
 
+/* A sparse gradient's rows in the order of their numbers, and the sum of those with one number. */
+typedef struct {
+    int32_t dtype, threads;
+    int64_t sums, columns;                 /* how many rows there are of the sums */
+    const int64_t *order, *first;          /* sum i is of the rows order[first[i]], ..., order[first[i + 1] - 1] */
+    const void *values;
+    void *out; /* [sums, columns] */
+} Duplicates;
+
 /* One thread's share of the rows. */
 typedef struct {
     const Update *update;
@@ -71,7 +80,9 @@ typedef struct {
 } Share;
 
 typedef void Pass(Share *);
+typedef void Add(const Duplicates *, int64_t begin, int64_t end);
 typedef struct {
+    Add *add;
     Pass *sum_squares, *apply, *lean;
     void (*step_sizes)(const Update *, void *step_size);
     void (*finish)(const Update *);
@@ -212,6 +223,63 @@ int coupled_adam_apply(Update *u) {
     for (int i = 0; i < count; i++) shares[i].step_size = step_size;
     run(passes(u)->apply, shares, count);
     free(step_size);
+    return 0;
+}
+
+#define DIGIT 11 /* bits that are sorted by at a time */
+
+/* Sort the numbers of rows, none of which is negative. Writes where they are in their order, those of
+ * equal numbers in the order in which they are given, and each number once, with where its first one is
+ * in the order, and last n. Returns how many there are, or -1 if memory could not be allocated. */
+int64_t coupled_adam_sort_rows(const int64_t *rows, int64_t n, int64_t *order, int64_t *unique, int64_t *first) {
+    int64_t *memory = malloc((size_t)n * sizeof(int64_t)), most = 0, count = 0;
+    if (memory == NULL) return -1;
+    for (int64_t i = 0; i < n; i++) {
+        order[i] = i;
+        if (rows[i] > most) most = rows[i];
+    }
+    int64_t *from = order, *to = memory;
+    for (int shift = 0; most >> shift != 0; shift += DIGIT) {
+        int64_t places[1 << DIGIT] = {0}, before = 0;
+        for (int64_t i = 0; i < n; i++) places[rows[i] >> shift & ((1 << DIGIT) - 1)]++;
+        for (int digit = 0; digit < 1 << DIGIT; digit++) {
+            const int64_t here = places[digit];
+            places[digit] = before;
+            before += here;
+        }
+        for (int64_t i = 0; i < n; i++) to[places[rows[from[i]] >> shift & ((1 << DIGIT) - 1)]++] = from[i];
+        int64_t *swap = from;
+        from = to, to = swap;
+    }
+    if (from != order) memcpy(order, from, (size_t)n * sizeof(int64_t));
+    free(memory);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t row = rows[order[i]];
+        if (count > 0 && unique[count - 1] == row) continue;
+        first[count] = i;
+        unique[count++] = row;
+    }
+    first[count] = n;
+    return count;
+}
+
+typedef struct {
+    const Duplicates *duplicates;
+    Add *add;
+} Adding;
+
+static void add_in_openmp(void *argument) {
+    const Adding *adding = argument;
+    const Duplicates *d = adding->duplicates;
+    for (int i = openmp_thread(); i < d->threads; i += openmp_threads())
+        adding->add(d, d->sums * i / d->threads, d->sums * (i + 1) / d->threads);
+}
+
+/* Add up the rows of a sparse gradient that have the same number. */
+int coupled_adam_add_duplicates(Duplicates *d) {
+    Adding adding = {d, PASSES[coupled_adam_instructions][d->dtype].add};
+    if (d->threads > 1 && openmp_parallel != NULL) openmp_parallel(add_in_openmp, &adding, 0, 0);
+    else adding.add(d, 0, d->sums);
     return 0;
 }
 

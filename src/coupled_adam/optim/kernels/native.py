@@ -69,6 +69,42 @@ def supports(matrix: CoupledMatrix) -> bool:
     return True
 
 
+class _Duplicates(ctypes.Structure):
+    """The struct ``Duplicates`` of native.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("dtype", "threads")),
+        *((name, ctypes.c_int64) for name in ("sums", "columns")),
+        *((name, ctypes.c_void_p) for name in ("order", "first", "values", "out")),
+    ]
+
+
+def add_duplicates(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Add up the values [n, H] of equal rows [n]; the rows, each once, and the sums.
+
+    They are added in their order, so that the result is the same bits at every call. None if the
+    library is not built, or cannot read these tensors.
+    """
+    is_plain = is_plain_memory(values) and values.is_contiguous()
+    if library() is None or values.dtype not in _DTYPES or not is_plain or not values.numel():
+        return None
+    compiled = library()
+    assert compiled is not None
+    rows, n = rows.contiguous(), len(rows)
+    order, unique, first = (torch.empty(n + 1, dtype=torch.int64, device="cpu") for _ in range(3))
+    pointers = (x.data_ptr() for x in (order, unique, first))
+    number = compiled.coupled_adam_sort_rows(rows.data_ptr(), n, *pointers)
+    if number < 0:
+        raise MemoryError(f"cannot allocate memory for {n} numbers of rows")
+    sums = values.new_empty(number, values.shape[1])
+    record = _Duplicates(dtype=_DTYPES[values.dtype], sums=number, columns=values.shape[1])
+    record.threads = min(torch.get_num_threads(), values.numel() // _ELEMENTS_PER_THREAD) or 1
+    record.order, record.first = order.data_ptr(), first.data_ptr()
+    record.values, record.out = values.data_ptr(), sums.data_ptr()
+    compiled.coupled_adam_add_duplicates(record)
+    return unique[:number], sums
+
+
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Sum the squared gradient, over the rows in float64; ``unscaled`` also update ``exp_avg``."""
     record = _record(matrix)
@@ -162,6 +198,10 @@ def library() -> ctypes.CDLL | None:
             return None  # built from another version of native.c
         for verb in ("sum_squares", "apply", "lean"):
             getattr(compiled, f"coupled_adam_{verb}").argtypes = (ctypes.POINTER(_Record),)
+        compiled.coupled_adam_add_duplicates.argtypes = (ctypes.POINTER(_Duplicates),)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        compiled.coupled_adam_sort_rows.argtypes = (pointer, number, pointer, pointer, pointer)
+        compiled.coupled_adam_sort_rows.restype = number
     except (OSError, AttributeError):  # not built, or built for another machine or version
         return None
     return compiled

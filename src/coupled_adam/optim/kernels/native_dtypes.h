@@ -25,8 +25,8 @@
 
 /* In the order of the enumeration of dtypes. */
 #define PASSES_OF(dtype)                                                                  \
-    {TARGET(sum_squares_##dtype), TARGET(apply_##dtype), TARGET(lean_pass_##dtype),       \
-     TARGET(step_sizes_##dtype), TARGET(finish_##dtype)}
+    {TARGET(add_##dtype), TARGET(sum_squares_##dtype), TARGET(apply_##dtype),             \
+     TARGET(lean_pass_##dtype), TARGET(step_sizes_##dtype), TARGET(finish_##dtype)}
 static const Passes TARGET(passes)[] = {PASSES_OF(float32), PASSES_OF(float64), PASSES_OF(bfloat16)};
 #undef PASSES_OF
 

@@ -64,6 +64,61 @@ ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS 
 #endif
 }
 
+static WIDE NAME(wide)(T x) {
+#if IS_BFLOAT16
+    const uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#else
+    return x;
+#endif
+}
+
+static T NAME(narrow)(WIDE x) {
+#if IS_BFLOAT16
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0; /* NaN */
+    return (T)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#else
+    return x;
+#endif
+}
+
+/* Add up some columns of rows with the same number, from the first row to the last. */
+#define AT_A_TIME 256
+ALWAYS_INLINE static void NAME(add_columns)(const Duplicates *d, int64_t i, int64_t start, const int64_t count) {
+    WIDE sum[AT_A_TIME];
+    for (int64_t k = d->first[i]; k < d->first[i + 1]; k++) {
+        const T *row = (const T *)d->values + d->order[k] * d->columns + start;
+        if (k == d->first[i])
+            for (int64_t j = 0; j < count; j++) sum[j] = NAME(wide)(row[j]);
+        else
+            for (int64_t j = 0; j < count; j++) sum[j] += NAME(wide)(row[j]);
+    }
+    T *out = (T *)d->out + i * d->columns + start;
+    for (int64_t j = 0; j < count; j++) out[j] = NAME(narrow)(sum[j]);
+}
+
+/* The sums of rows with the same number; one in bfloat16 is rounded once. */
+static void NAME(add)(const Duplicates *d, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+        const T *next = (const T *)d->values + d->order[d->first[i + 1] - (i + 1 == end)] * d->columns;
+        for (int64_t j = 0; j < d->columns; j += LINE) __builtin_prefetch(next + j);
+        if (d->first[i + 1] - d->first[i] == 1) {
+            const T *row = (const T *)d->values + d->order[d->first[i]] * d->columns;
+            memcpy((T *)d->out + i * d->columns, row, (size_t)d->columns * sizeof(T));
+            continue;
+        }
+        int64_t start = 0;
+        for (; start + AT_A_TIME <= d->columns; start += AT_A_TIME)
+            NAME(add_columns)(d, i, start, AT_A_TIME);
+        if (start < d->columns) NAME(add_columns)(d, i, start, d->columns - start);
+    }
+}
+#undef AT_A_TIME
+
 /* All that the loops over columns need to know of some rows. */
 typedef struct {
     const Update *update;

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from coupled_adam.optim import kernels, row_sparse
 from coupled_adam.optim.matrix import Scalars
 from coupled_adam.optim.sharded import full_tensor
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
@@ -42,6 +43,49 @@ class TestTriton(EveryKernel):
 
         use(monkeypatch, kernel)
         return kernel
+
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_sparse_gradients(self, dtype, kernel, monkeypatch):
+        """As the reference's copies of the rows; a row that is not the table's is left out."""
+        results = []
+        for rows_kernel in (kernel, None):
+            monkeypatch.setattr(kernels, "choose", lambda _: row_sparse)
+            monkeypatch.setattr(kernels, "of_rows", lambda _, use=rows_kernel: use)
+            p = self.parameter((40, 24), dtype)
+            options = {"row_exponent": 0.75, "betas": (0.0, 0.9)}
+            optimizer = optimizer_of([p], **options, stochastic_rounding=True)
+            for step in range(6):
+                generator = torch.Generator().manual_seed(step)
+                rows = torch.randint(40, (12,), generator=generator)
+                values = self.gradient((12, 24), step, dtype)
+                p.grad = torch.sparse_coo_tensor(rows[None].to(p.device), values, p.shape)
+                optimizer.step()
+            results.append(stored(optimizer, p))
+        for name, x in results[0].items():
+            tolerance = 2e-2 if dtype == torch.bfloat16 and name == "param" else 1e-5
+            torch.testing.assert_close(x, results[1][name], rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+    def test_sparse_rows_outside_of_the_table(self, kernel, monkeypatch):
+        """The host does not wait for the GPU to check them, and nothing is written there."""
+        monkeypatch.setattr(kernels, "choose", lambda _: row_sparse)
+        monkeypatch.setattr(kernels, "of_rows", lambda _: kernel)
+        whole = self.parameter((60, 8))
+        before, p = whole.detach().clone(), nn.Parameter(whole.detach()[10:50])
+        optimizer = optimizer_of([p], row_exponent=0.75, betas=(0.0, 0.9))
+        for rows in ([3, 5], [3, 5], [3, -2], [39, 44]):
+            place = torch.tensor([rows], device=p.device)
+            values = torch.ones(2, 8, device=p.device)
+            if not p.is_cuda:  # where the check is made, which is not what is tested here
+                monkeypatch.setattr(row_sparse, "check_rows", lambda *_: None)
+            p.grad = torch.sparse_coo_tensor(place, values, p.shape, check_invariants=False)
+            p.grad._coalesced_(True)
+            optimizer.step()
+        assert torch.equal(whole[:10], before[:10])
+        assert torch.equal(whole[50:], before[50:])
+        assert p[[3, 5, 39]].ne(before[[13, 15, 49]]).all()
+        assert optimizer.state[p]["row_count"] == 3
 
     def test_wide_rows(self):
         check_steps((3, 8192), torch.float32, steps=2, device=DEVICE, **CASES["LEAN"])

@@ -8,7 +8,8 @@ at once, when they have a gradient again. With t_i the step of row i's last grad
     t_i <- t
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2
 
-and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows that ever had a gradient.
+and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows that ever had a gradient,
+also those whose r has underflowed since, which are not counted where all rows are updated.
 The state of a table [V, H] is ``row_exp_avg_sq`` [V], ``row_step`` [V] in int32, ``exp_avg_sq``
 [H], ``row_count`` and ``step``: 8 bytes a row in single precision.
 
@@ -54,13 +55,7 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
     from coupled_adam.optim.kernels import native
 
     (rows,), values = matrix.grad._indices(), matrix.grad._values()
-    if rows.is_cpu and len(rows):
-        least, most = (int(x) for x in rows.aminmax())
-        if least < 0 or most >= matrix.vocab_size:
-            raise RuntimeError(
-                f"a sparse gradient has rows from {least} to {most}, but its table has "
-                f"{matrix.vocab_size}"
-            )
+    check_rows(rows, matrix.vocab_size)
     if not matrix.grad.is_coalesced():
         added = native.add_duplicates(rows, values) if rows.is_cpu else None
         if added is None:
@@ -112,6 +107,17 @@ def _dense(matrix: CoupledMatrix, scalars: Scalars) -> Tensor | None:
     if total is not None:
         reference.finish(plain, total)
     return None
+
+
+def check_rows(rows: Tensor, vocab_size: int) -> None:
+    """Raise RuntimeError if a number on the CPU is no row of the table."""
+    if not rows.is_cpu or not len(rows):
+        return
+    least, most = (int(x) for x in rows.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise RuntimeError(
+            f"a sparse gradient has rows from {least} to {most}, but its table has {vocab_size}"
+        )
 
 
 def decayed(r: Tensor, row_step: Tensor, t: float | Tensor, beta2: float | Tensor) -> Tensor:

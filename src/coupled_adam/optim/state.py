@@ -153,6 +153,9 @@ def _check_sparse(group: Group, index: int) -> None:
         raise RuntimeError(f"{describe(group, index)} {problem}")
 
 
+_DESCRIBED = (*MOMENTS, ROW_STEP)
+
+
 def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
     """All that the checks of a matrix and the choice of its kernel depend on.
 
@@ -170,7 +173,7 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
         x
         if x is None
         else (type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg(), x._is_zerotensor())
-        for x in (p, grad, *map(state.get, MOMENTS))
+        for x in (p, grad, *map(state.get, _DESCRIBED))
     ]
     return betas, _decisive(group), *layouts
 

@@ -23,6 +23,7 @@
 #define SUM_AHEAD 4096
 #define APPLY_AHEAD 1024
 #define LEAN_AHEAD 3072
+#define FAR_AHEAD 4096 /* of each run of rows that do not lie side by side */
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };

@@ -104,8 +104,11 @@ ALWAYS_INLINE static void NAME(add_columns)(const Duplicates *d, int64_t i, int6
 /* The sums of rows with the same number; one in bfloat16 is rounded once. */
 static void NAME(add)(const Duplicates *d, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-        const T *next = (const T *)d->values + d->order[d->first[i + 1] - (i + 1 == end)] * d->columns;
-        for (int64_t j = 0; j < d->columns; j += LINE) __builtin_prefetch(next + j);
+        const int64_t ahead = d->first[i] + 1 + FAR_AHEAD / (d->columns * (int64_t)sizeof(T) + 64);
+        if (ahead < d->first[end]) {
+            const T *later = (const T *)d->values + d->order[ahead] * d->columns;
+            for (int64_t j = 0; j < d->columns; j += LINE) __builtin_prefetch(later + j);
+        }
         if (d->first[i + 1] - d->first[i] == 1) {
             const T *row = (const T *)d->values + d->order[d->first[i]] * d->columns;
             memcpy((T *)d->out + i * d->columns, row, (size_t)d->columns * sizeof(T));
@@ -547,9 +550,10 @@ static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
         work->group.rows[NEXT][r] = is_row ? (T *)u->grad + row * u->grad_stride : work->no_row;
-        if (!is_row || u->touched == NULL) continue;
-        /* Its row of the table, which no stream leads to */
-        const int64_t at = u->touched[row];
+        /* A row of the table further on, to which no stream leads: so many that they fit into the cache */
+        const int64_t ahead = row + 1 + FAR_AHEAD / (u->columns * (int64_t)sizeof(T) + 64);
+        if (u->touched == NULL || ahead >= work->share->last) continue;
+        const int64_t at = u->touched[ahead];
         const char *line = (const char *)((T *)u->param + at * u->param_stride);
         for (const char *end = line + u->columns * (int64_t)sizeof(T); line < end; line += 64)
             __builtin_prefetch(line, 1, 2);

@@ -1,0 +1,135 @@
+"""A step of tables with sparse gradients, beside torch's optimizers for them.
+
+    python benchmarks/sparse_tables.py --out benchmarks/results/sparse_tables.json
+
+Each gradient has 8,192 lookups that follow Zipf's law, so many of them are of the same rows. The
+optimizers of a case take their steps in turn in one process, each with a table of its own, and with
+the same gradients: first as the backward pass leaves them, then with equal rows already added up.
+The largest table is LEAN's alone, as two would not fit into the memory.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.machine import describe_machine
+from torch import Tensor, nn
+
+from coupled_adam import CoupledAdamW
+
+LOOKUPS, ROUNDS = 8192, 40
+LEAN = {"coupled": True, "row_exponent": 0.75, "betas": (0.0, 0.99), "weight_decay": 0.0}
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "LEAN": lambda params: CoupledAdamW(params, lr=1e-3, **LEAN),
+    "SparseAdam": lambda params: torch.optim.SparseAdam(params, lr=1e-3),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3),
+}
+CASES: dict[tuple[int, int], tuple[str, ...]] = {
+    (10**6, 512): tuple(OPTIMIZERS),
+    (10**7, 64): tuple(OPTIMIZERS),
+    (10**6, 32): ("LEAN",),
+    (10**8, 32): ("LEAN",),
+}
+
+
+def gradient(rows: int, columns: int, seed: int, *, coalesced: bool) -> Tensor:
+    """Of rows whose logarithms are evenly distributed, as by Zipf's law with an exponent of 1."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.rand(LOOKUPS, generator=generator, dtype=torch.float64)
+    indices = ((places * math.log(rows)).exp() - 1).long().clamp(max=rows - 1)
+    # As hashes do, so that frequent rows are not neighbours; the multiplier has no common factor.
+    indices = indices * 2_654_435_761 % rows
+    values = torch.randn(LOOKUPS, columns, generator=generator)
+    whole = torch.sparse_coo_tensor(indices[None], values, (rows, columns), check_invariants=False)
+    return whole.coalesce() if coalesced else whole
+
+
+def measure(rows: int, columns: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Milliseconds of a step, and the bytes of the state and of the least that must be moved."""
+    tables = {name: nn.Parameter(torch.full((rows, columns), 0.01)) for name in names}
+    optimizers = {name: OPTIMIZERS[name]([table]) for name, table in tables.items()}
+    result: dict[str, Any] = {"rows": rows, "columns": columns}
+    for coalesced in (False, True):
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for step in range(ROUNDS + 3):
+            grad = gradient(rows, columns, step, coalesced=coalesced)
+            for name in names if step % 2 else reversed(names):
+                tables[name].grad = grad.clone()
+                began = time.perf_counter()
+                optimizers[name].step()
+                if step >= 3:  # the first of them make states and touch pages
+                    times[name].append(1000 * (time.perf_counter() - began))
+        result["coalesced" if coalesced else "as it is"] = {
+            name: {"ms": statistics.median(x), "quartiles": statistics.quantiles(x, n=4)}
+            for name, x in times.items()
+        }
+    touched = gradient(rows, columns, 0, coalesced=True)._nnz()
+    moved = touched * (3 * 4 * columns + 16)
+    result |= {"touched rows": touched, "bytes to move": moved, "copied GB/s": copied()}
+    result["bytes of state"] = {
+        name: sum(x.nbytes for x in optimizers[name].state[table].values() if torch.is_tensor(x))
+        for name, table in tables.items()
+    }
+    return result
+
+
+def copied() -> float:
+    """GB/s of a copy from memory to memory, read and written."""
+    source, target = torch.ones(2, 2**26)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return 2 * source.nbytes / statistics.median(seconds) / 1e9
+
+
+def peak_memory(rows: int, columns: int, name: str) -> int:
+    """Bytes of a process of its own at most, after a few steps; Linux alone tells it."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[4:]; import sparse_tables as s; "
+        "s.few_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]); "
+        "print(open('/proc/self/status').read())"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(rows), str(columns), name]
+    done = subprocess.run([*command, *sys.path], capture_output=True, text=True, check=True)
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", done.stdout)[1])
+
+
+def few_steps(rows: int, columns: int, name: str) -> None:
+    """What a process of :func:`peak_memory` does."""
+    table = nn.Parameter(torch.full((rows, columns), 0.01))
+    optimizer = OPTIMIZERS[name]([table])
+    for step in range(3):
+        table.grad = gradient(rows, columns, step, coalesced=False)
+        optimizer.step()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {"machine": describe_machine("cpu").to_dict(), "cases": []}
+    for (rows, columns), names in CASES.items():
+        case = measure(rows, columns, names)
+        case["peak bytes"] = {name: peak_memory(rows, columns, name) for name in names}
+        results["cases"].append(case)
+        print(json.dumps(case), flush=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

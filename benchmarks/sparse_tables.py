@@ -115,6 +115,19 @@ def few_steps(rows: int, columns: int, name: str) -> None:
         optimizer.step()
 
 
+def markdown(results: dict[str, Any]) -> str:
+    """The rows of the table on docs/tables.md."""
+    rows = []
+    for case in results["cases"]:
+        for name in case["as it is"]:
+            cells = [f"{case['rows']:,} x {case['columns']}", name]
+            cells += [f"{case[kind][name]['ms']:.2f}" for kind in ("as it is", "coalesced")]
+            cells += [f"{case['bytes of state'][name] / 1e9:.3f}"]
+            cells += [f"{case['peak bytes'][name] / 1e9:.1f}"]
+            rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,6 +142,7 @@ def main() -> None:
         results["cases"].append(case)
         print(json.dumps(case), flush=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(markdown(results))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,28 @@ def test_pytorch_loop(tmp_path):
     assert shapes[-1] == (64,)  # the coupled group comes last
 
 
+def test_hashed_ngrams():
+    """The table learns, and its state is what the page says."""
+    losses = []
+    for rows in (100_000, 0):
+        process = Process(
+            [
+                sys.executable,
+                str(EXAMPLES / "hashed_ngrams.py"),
+                "--steps",
+                "100",
+                "--rows",
+                str(rows),
+            ],
+            dict(os.environ),
+        )
+        output, error = process.communicate()
+        assert process.returncode == 0, error
+        losses.append(float(re.findall(r"step 100: loss ([\d.]+)", output)[0]))
+        assert ("with 8.0 bytes of state a row" in output) == (rows > 0)
+    assert losses[0] < losses[1] - 0.3
+
+
 def test_huggingface_trainer(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     arguments = ("huggingface_trainer.py", "--steps", 40, "--save-steps", 20)

@@ -5,11 +5,14 @@ The same file is the program of each rank of the tests with several processes.
 
 import copy
 import io
+import json
 import random
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+import sparse_tables
 import torch
 import torch.distributed as dist
 from oracle import CoupledAdamOracle
@@ -506,6 +509,17 @@ def test_a_scaled_gradient():
             expected.grad = gradient
             plain.step()
     torch.testing.assert_close(p, expected)
+
+
+def test_the_page_has_the_numbers_that_were_measured():
+    root = Path(__file__).parents[2]
+    results = json.loads((root / "benchmarks/results/sparse_tables.json").read_text())
+    assert sparse_tables.markdown(results) in (root / "docs/tables.md").read_text()
+    for case in results["cases"]:
+        assert case["bytes of state"]["LEAN"] == pytest.approx(8 * case["rows"], rel=1e-3)
+        for other in case["as it is"].keys() - {"LEAN"}:
+            for kind in ("as it is", "coalesced"):
+                assert case[kind]["LEAN"]["ms"] < case[kind][other]["ms"] / 2
 
 
 # --- several processes ---

@@ -1,0 +1,69 @@
+"""A table larger than the vocabulary: hashed trigrams in host memory, beside a small GPT-2.
+
+    python examples/hashed_ngrams.py --steps 300
+    python examples/hashed_ngrams.py --steps 300 --rows 0   # without the table
+
+The model is on a GPU if there is one, and the table stays on the CPU.
+"""
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+from coupled_adam import CoupledAdamW, param_groups
+from text import batch, small_gpt2
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--rows", type=int, default=1_000_000)
+options = parser.parse_args()
+
+
+class HashedTrigrams(nn.Module):
+    """The embedding of the last three tokens, by a hash of their ids."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width, sparse=True)
+        nn.init.zeros_(self.table.weight)  # so that it adds nothing before it has learned
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, length] to [batch, length, width], on the device of the ids."""
+        padded = nn.functional.pad(ids.cpu(), (2, 0))
+        first, second, third = (padded[:, i : i + ids.shape[1]] for i in range(3))
+        hashes = (first * 36_313 + second * 27_191 + third * 51_647) % self.table.num_embeddings
+        rows: Tensor = self.table(hashes)  # where the table is
+        if ids.is_cuda:
+            rows = rows.pin_memory()  # autograd brings the gradient back the same way
+        return rows.to(ids.device, non_blocking=True)
+
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.ModuleDict({"gpt2": small_gpt2().to(device)})
+if options.rows:
+    model["trigrams"] = HashedTrigrams(options.rows, 64)
+groups = param_groups(model, "lean", steps=options.steps)
+print(groups)  # the table has a group of its own, without zero_sum
+optimizer = CoupledAdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+for step in range(options.steps):
+    ids = batch(step).to(device)
+    inputs = model["gpt2"].transformer.wte(ids)
+    if options.rows:
+        inputs = inputs + model["trigrams"](ids)
+    loss = model["gpt2"](inputs_embeds=inputs, labels=ids).loss
+    loss.backward()
+    # It takes no sparse gradients; docs/tables.md has the lines that would clip those of the table.
+    torch.nn.utils.clip_grad_norm_(model["gpt2"].parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if (step + 1) % 50 == 0 or step + 1 == options.steps:
+        print(f"step {step + 1}: loss {loss.item():.3f}")
+
+if options.rows:
+    state = optimizer.state[model["trigrams"].table.weight]
+    size = sum(x.nbytes for x in state.values())
+    touched = int(state["row_count"])
+    print(f"{touched:,} of {options.rows:,} rows were trained, with {size / options.rows:.1f} bytes "
+          "of state a row")  # fmt: skip

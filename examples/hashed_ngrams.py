@@ -65,5 +65,7 @@ if options.rows:
     state = optimizer.state[model["trigrams"].table.weight]
     size = sum(x.nbytes for x in state.values())
     touched = int(state["row_count"])
-    print(f"{touched:,} of {options.rows:,} rows were trained, with {size / options.rows:.1f} bytes "
-          "of state a row")  # fmt: skip
+    bytes_a_row = size / options.rows
+    print(
+        f"{touched:,} rows were trained, with {bytes_a_row:.1f} bytes of state a row of the table"
+    )

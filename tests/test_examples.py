@@ -93,7 +93,7 @@ def test_hashed_ngrams():
         output, error = process.communicate()
         assert process.returncode == 0, error
         losses.append(float(re.findall(r"step 100: loss ([\d.]+)", output)[0]))
-        assert ("with 8.0 bytes of state a row" in output) == (rows > 0)
+        assert ("with 8.0 bytes of state a row of the table" in output) == (rows > 0)
     assert losses[0] < losses[1] - 0.3
 
 

@@ -261,7 +261,7 @@ class CoupledAdam(torch.optim.Adam):
             )
             return has_complex
         for index, p in enumerate(group["params"]):
-            if _takes_part(p):
+            if _takes_part(group, p):
                 check_parameter(group, index)
                 fit_state(group, index, self.state[p])
         return False  # check_parameter has refused complex parameters
@@ -325,7 +325,7 @@ class CoupledAdam(torch.optim.Adam):
                 uncoupled.append((group, tensors, has_complex))
                 continue
             for index, p in enumerate(group["params"]):
-                if _takes_part(p):
+                if _takes_part(group, p):
                     coupled += self._matrices(group, index, len(coupled), is_compiling)
         return coupled, uncoupled
 
@@ -542,6 +542,8 @@ def _name_parameters(group: dict[str, Any], others: list[dict[str, Any]]) -> Non
         group.setdefault("param_names", [f"parameter {i}" for i in range(len(params))])
 
 
-def _takes_part(p: Tensor) -> bool:
+def _takes_part(group: dict[str, Any], p: Tensor) -> bool:
     """Whether there is a gradient, or may be one on another rank that has a part of the matrix."""
-    return p.grad is not None or (p.requires_grad and sharded.is_shared(p))
+    if p.grad is not None:
+        return True
+    return p.requires_grad and (sharded.is_shared(p) or p in flat.shards_of(group))

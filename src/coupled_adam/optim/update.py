@@ -94,6 +94,12 @@ def update_coupled(
     matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
+    # Ranks that have the columns of the same rows need nothing of each other but whether to step.
+    cut = [matrix for matrix in matrices if matrix.column_ranks and matrix.shard is None]
+    if cut:
+        nothing = [(m, m.exp_avg_sq.new_empty(0), m.column_ranks) for m in cut]
+        for matrix, total in zip(cut, _add_up(nothing).result()):
+            matrix.has_gradient = _is_stepping(matrix, total)
     # 1. Sum the squares of this rank's rows, [columns] for each matrix
     stepping = []
     for matrix in matrices:

@@ -407,7 +407,7 @@ def widened(optimizer, p):
 
 
 REFUSED_STEPS = {
-    "sparse": (RuntimeError, "gradient is sparse.*sparse=False", {}, None),
+    "sparse": (RuntimeError, "sparse gradients.*sparse=False", {}, None),
     "capturable": (RuntimeError, "capturable=True does not", {"capturable": True}, None),
     "moved": (RuntimeError, "on cpu, but exp_avg .* on meta.*load_state", {}, moved_away),
     "double": (RuntimeError, "is torch.float64 .* in torch.float32 .*load_state", {}, widened),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
+from coupled_adam.optim.kernels import native
 from optim.cases import CASES, LEAN, check_steps, gradient, matrix, optimizer_of
 
 
@@ -276,6 +277,7 @@ def test_a_subclass_whose_slices_are_copies(options):
         refused.step()
 
 
+@pytest.mark.skipif(native.library() is None, reason="built without a C compiler")
 @pytest.mark.parametrize("embeddings", ["coupled", "lean"])
 def test_a_step_like_the_one_before(embeddings):
     """Checks nothing anew, and calls few functions: that is what small matrices cost."""

@@ -30,6 +30,7 @@ from coupled_adam.optim.state import (
     describe,
     entries,
     entry_shape,
+    first_moment_dtype,
     layout_of,
     moment_dtype,
     new_moment,
@@ -38,6 +39,8 @@ from coupled_adam.optim.state import (
 from coupled_adam.optim.warn import warn
 
 State = dict[str, Tensor]
+
+SQUARES = {*SECOND_MOMENTS, ROW_MOMENT}
 
 # The entries that each must have. Coupled Adam's may lack exp_avg, which begins with momentum.
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
@@ -65,6 +68,7 @@ def adapt(
     Raises:
         ValueError: if a group or a state is damaged, or does not fit the optimizer's.
     """
+    _check_structure(state_dict)
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
     _check_sizes(*([len(group["params"]) for group in x] for x in (saved_groups, groups)))
     state = dict(state_dict["state"])
@@ -96,6 +100,27 @@ def adapt(
                     moments[p] = second_moments
     _warn_of_changes(groups, saved_groups)
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
+
+
+def _check_structure(state_dict: Any) -> None:
+    """Raise ValueError for what is no state dict of an optimizer."""
+    problem = None
+    if not isinstance(state_dict, Mapping) or not state_dict.keys() >= {"state", "param_groups"}:
+        problem = "it must be a dict with 'state' and 'param_groups'"
+    elif not isinstance(state_dict["state"], Mapping):
+        problem = f"its 'state' must be a dict, and is a {type(state_dict['state']).__name__}"
+    elif not isinstance(state_dict["param_groups"], list | tuple):
+        problem = "its 'param_groups' must be a list"
+    else:
+        for number, group in enumerate(state_dict["param_groups"]):
+            params = group.get("params") if isinstance(group, Mapping) else None
+            if not isinstance(params, list | tuple):
+                problem = f"its param group {number} must be a dict with a list of 'params'"
+        for key, state in state_dict["state"].items():
+            if not isinstance(state, Mapping):
+                problem = f"its state of parameter {key!r} must be a dict, and is {state!r:.60}"
+    if problem:
+        raise ValueError(f"the checkpoint is damaged, or none of an optimizer: {problem}")
 
 
 def _check_sizes(saved: list[int], own: list[int]) -> None:
@@ -160,18 +185,22 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
     names = state.keys() & MOMENTS - {"exp_avg"}
     moments = {name: state[name].to(moment_dtype(p)) for name in names}
     if is_whole:
-        moments |= _converted(group, p, moments)
+        moments |= _converted(group, p, moments, state.get("exp_avg"))
     for name, dim in needed.items():
         if dim is not None and name not in moments:  # it begins now
             moments[name] = new_moment(group, p, dim)
+    more: State = {}
     # 2. The first moment: what is not finite would reach all rows through LEAN's mean update
     if "exp_avg" in state and ROW_MOMENT in needed.keys() - state.keys():
         state = {**state, "exp_avg": state["exp_avg"].nan_to_num(0.0, 0.0, 0.0)}
+    # In another dtype than the parameter's it comes back, as second moments do, after torch's cast
+    dtype = first_moment_dtype(group, p)
+    if "exp_avg" in state and "exp_avg" in needed and dtype != p.dtype:
+        more["exp_avg"] = state["exp_avg"].to(p.device, dtype)
     # A table with sparse gradients, whose r decays on the way to options that update all rows
-    row_steps: State = {}
     if ROW_STEP in state:
-        row_steps = _row_steps(group, p, state)
-        if not row_steps:
+        more |= (kept := _row_steps(group, p, state))
+        if not kept:
             moments[ROW_MOMENT] = decayed(
                 moments[ROW_MOMENT], state[ROW_STEP], float(state["step"]) + 1, group["betas"][1]
             )
@@ -184,7 +213,7 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
         name: sharded.place_moment(moments[name], p, dim).to(p.device)
         for name, dim in needed.items()
         if dim is not None
-    } | row_steps
+    } | more
     return {**state, **moments}, moments
 
 
@@ -217,13 +246,27 @@ def _check_entries(state: State, p: Tensor) -> None:
         raise ValueError(f"its step is {state['step']!r}, and must be a number from 0 on")
     for name in sorted(state.keys() & MOMENTS):
         value = state[name]
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise ValueError(f"its {name} is no floating-point tensor, but {value!r:.80}")
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if not is_dense or not value.is_floating_point():
+            raise ValueError(f"its {name} is no dense floating-point tensor, but {value!r:.80}")
+        if name in SQUARES and _has_no_square(value, may_be_nan=value.shape == p.shape):
+            raise ValueError(f"its {name}, a mean of squares, has a negative number, or none")
         if sharded.is_dtensor(value) != sharded.is_dtensor(p):
             raise ValueError(
                 f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. "
                 f"{HOW_TO_LOAD}"
             )
+
+
+def _has_no_square(value: Tensor, *, may_be_nan: bool) -> bool:
+    """Whether a second moment has a number that no mean of squares can be.
+
+    Adam's [V, H] may have NaN, which a conversion leaves out; in a vector it is in all columns.
+    """
+    local = sharded.to_local(value)
+    if local.is_meta or isinstance(local, FakeTensor):
+        return False
+    return bool((local < 0).any()) or not (may_be_nan or not local.isnan().any())
 
 
 def _is_count(step: Any) -> bool:
@@ -252,7 +295,7 @@ def _check_shapes(state: State, shapes: Mapping[str, torch.Size]) -> None:
             )
 
 
-def _converted(group: Group, p: Tensor, moments: State) -> State:
+def _converted(group: Group, p: Tensor, moments: State, exp_avg: Tensor | None) -> State:
     """The second moments of other options as the group's; empty if they are the group's.
 
     All of them are means of Adam's v [V, H]: r [V] over the columns, and nu [H] over the rows.
@@ -272,6 +315,9 @@ def _converted(group: Group, p: Tensor, moments: State) -> State:
         return {}
     elif r is None:  # Coupled Adam's, which does not tell the rows apart
         r = new_moment(group, p, 1 - vocab_dim) + _mean_of(nu)
+        if exp_avg is not None:  # but those that never had a gradient have no momentum, either
+            has_one = sharded.mean_over((exp_avg != 0).to(r.dtype), 1 - vocab_dim) > 0
+            r = torch.where(has_one, r, 0.0)
     else:  # LEAN's: v_ij is r_i nu_j / mean(nu)
         # Without any gradient nu is 0, and stays 0; likewise in _adam_of_lean.
         return {"exp_avg_sq": nu * (_mean_of(r) / (_mean_of(nu) or 1.0))}

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt
+from coupled_adam.optim.growth import follow
 from coupled_adam.optim.matrix import CoupledMatrix
 from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
 from coupled_adam.optim.param_groups import (
@@ -190,7 +191,11 @@ class CoupledAdam(torch.optim.Adam):
             for group in self.param_groups:
                 check_group(group)
         # param_groups has said why it has coupled nothing.
-        if not is_grouped and not any(g["coupled"] for g in self.param_groups):
+        if (
+            not is_grouped
+            and vocab_size is None
+            and not any(g["coupled"] for g in self.param_groups)
+        ):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
@@ -222,6 +227,25 @@ class CoupledAdam(torch.optim.Adam):
             if not group.keys() >= self.defaults.keys():
                 complete(group, self.defaults)
                 check_group(group)
+
+    def follow(self, model: Module) -> None:
+        """Update the parameters that a model has now, in the place of those of the same names.
+
+        Call this after ``model.resize_token_embeddings(...)`` in the middle of a training, which
+        makes new parameters with more rows, or fewer, and copies the rows that remain. So does this
+        with the state; a new row has that of one without a gradient so far.
+
+        Args:
+            model: the model of which the optimizer was built, by itself or by param groups with
+                names, whose other parameters are the same.
+
+        Raises:
+            ValueError: if the groups have no names, a name is none of the model's any more, or a
+                parameter differs in more than its number of rows. Nothing has been changed then.
+        """
+        self._pending.finish()
+        follow(self.param_groups, self.state, model)
+        self._checked.clear()
 
     def init_state(self) -> None:
         """Create the state of every trainable parameter without performing a step.
@@ -436,7 +460,8 @@ class CoupledAdam(torch.optim.Adam):
                 self.state[p].update(second_moments)
                 exp_avg = self.state[p].get("exp_avg")
                 if exp_avg is not None and exp_avg.stride() != p.stride():
-                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
+                    strided = torch.empty_like(p, dtype=exp_avg.dtype)
+                    self.state[p]["exp_avg"] = strided.copy_(exp_avg)
 
         # After the user's hooks, which see the checkpoint; before those that see what is loaded.
         hooks = [

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from coupled_adam.optim.warn import warn
 
@@ -323,9 +324,15 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
     if missing := given - sizes:
         tables = [m for m in matrices if "table" in m.kinds]
+        if not sizes and not tables and not _any_is_near(matrices, missing):
+            _warn_of_a_stage(missing)
+            return []
+        hint = ""
+        if any(isinstance(m, nn.Embedding) and is_parametrized(m) for m in model.modules()):
+            hint = ". Those with a parametrization have other names: pass tables= with them"
         raise ValueError(
             f"vocab_size={', '.join(map(str, sorted(missing)))}: no embedding or linear layer of "
-            f"the model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
+            f"the model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}{hint}"
         )
     # Of how many layers a number is the width: columns are no tokens.
     widths = Counter(m.shape[1] for m in matrices if m.kinds & {"table", "linear"})
@@ -351,6 +358,18 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
     if alike and not has_getters and not any(m.sides for m in matrices):
         raise ValueError(_cannot_tell(alike))
     return alike
+
+
+def _any_is_near(matrices: Iterable[ModelMatrix], sizes: set[int]) -> bool:
+    """Whether a matrix has nearly so many rows or columns, as with another padding."""
+    return any(abs(x - n) <= max(n / 20, 2) for m in matrices for x in m.shape for n in sizes)
+
+
+def _warn_of_a_stage(sizes: set[int]) -> None:
+    warn(
+        f"vocab_size={', '.join(map(str, sorted(sizes)))}: no matrix has nearly so many rows, so "
+        "nothing is coupled. Ignore this warning on a pipeline rank without embeddings"
+    )
 
 
 def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int]) -> bool:
@@ -564,12 +583,17 @@ def matrices_of_size(
     _find_blocks(matrices)
     possible = [m for m in matrices if m.may_embed_tokens and not m.blocks]
     vocab_dims: dict[Tensor, int] = {}
-    doubtful = []
-    for n in sorted(_given_sizes(vocab_size)):
+    doubtful: list[ModelMatrix] = []
+    sizes = _given_sizes(vocab_size)
+    if not _any_is_near(matrices, sizes):
+        _warn_of_a_stage(sizes)
+        return {}
+    for n in sorted(sizes):
         candidates = [m for m in possible if n in m.shape]
-        doubtful += [m for m in candidates if m.is_doubtful]
+        unlike = {m for m in candidates if m.is_doubtful or _is_factor(m, n, matrices)}
+        doubtful += unlike
         # More than a table and a head: there are hidden layers of this width, too.
-        dims = {m: int(m.shape[0] != n) for m in candidates if not m.is_doubtful}
+        dims = {m: int(m.shape[0] != n) for m in candidates if m not in unlike}
         if not 1 <= len(dims) <= 2:
             raise ValueError(
                 f"vocab_size={n}: matrices that may embed tokens and have this size: "
@@ -580,3 +604,18 @@ def matrices_of_size(
     if doubtful:
         _warn_of(doubtful, "put them into a param group with 'coupled': True")
     return vocab_dims
+
+
+def _is_factor(m: ModelMatrix, n: int, matrices: Iterable[ModelMatrix]) -> bool:
+    """Whether a matrix with n rows or columns rather is a factor of an adapter of such a matrix.
+
+    It then is far narrower than the layers, and lies below the layer that it adapts, by its name.
+    """
+    width = math.prod(m.shape) // n
+    others = [max(x.shape) for x in matrices if n not in x.shape]
+    wider = [math.prod(x.shape) // n for x in matrices if n in x.shape]
+    is_narrow = 4 * width <= max(min(others, default=0), *wider)
+    path = m.name.removesuffix(".weight").split(".")
+    # PEFT's adapters are called so, and what it trains as a whole is called something else before.
+    is_pefts = path[-1] == "default" and path[-2:-1] != ["modules_to_save"]
+    return is_pefts or (is_narrow and len(path) > 2)

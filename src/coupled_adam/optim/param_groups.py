@@ -193,7 +193,8 @@ def param_groups(
             )
         if steps is not None:
             raise ValueError(f"steps={steps} has no effect, as {why}")
-        warn(f"no param group is coupled, as {why}")
+        if frozen or vocab_size is None:  # otherwise the search has said so
+            warn(f"no param group is coupled, as {why}")
     embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
     if head_lr is not None and not any(m.is_head for m in embedding_of.values()):
         raise ValueError(

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 from coupled_adam.optim import flat, sharded
 from coupled_adam.optim.options import (
     Group,
+    check_options,
     has_momentum,
     is_lean,
     warn_of_momentum,
@@ -47,7 +48,8 @@ HOW_TO_LOAD = (
 )
 _CHANGED = (
     "the model or the param group has been changed after the first step. "
-    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+    "optimizer.follow(model) takes over a vocabulary that has grown, and "
+    "optimizer.load_state_dict(optimizer.state_dict()) other dtypes, devices and options"
 )
 
 
@@ -79,11 +81,20 @@ def check_betas(group: Group) -> None:
     """Raise ValueError if LEAN's momentum would grow where a row has no gradient any more.
 
     It moves by m_i / r_i^(a/2), whose numerator shrinks by beta1 in a step, and the denominator by
-    beta2^(a/2).
+    beta2^(a/2). In bfloat16 the numerator only shrinks if a step changes it by half a unit of its
+    last place or more.
     """
-    (beta1, beta2), a = group["betas"], group["row_exponent"]
-    if not a or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or beta1 == 0:
+    a = group["row_exponent"]
+    beta1, beta2 = map(_readable, group["betas"])
+    if not a or beta1 is None or beta2 is None or beta1 == 0:
         return
+    is_bfloat16 = any(p.dtype == torch.bfloat16 for p in group["params"])
+    if is_bfloat16 and 1 - beta1 < 2**-8:
+        raise ValueError(
+            f"Invalid betas: {group['betas']} with row_exponent={a} and bfloat16 parameters: the "
+            "momentum would be rounded to what it was, and a token without gradients would move "
+            "faster and faster (betas[0] must be at most 0.996; or keep the parameters in float32)"
+        )
     if beta1 >= beta2 ** (a / 2):
         raise ValueError(
             f"Invalid betas: {group['betas']} with row_exponent={a}: a token without gradients "
@@ -92,13 +103,24 @@ def check_betas(group: Group) -> None:
         )
 
 
+def _readable(beta: float | Tensor) -> float | None:
+    """The value of a beta, or None if it is on an accelerator, or a compiler records it."""
+    if not isinstance(beta, Tensor):
+        return float(beta)
+    if not beta.is_cpu or isinstance(beta, FakeTensor) or torch.compiler.is_compiling():
+        return None
+    return beta.item()
+
+
 def check_parameter(group: Group, index: int) -> None:
     """Raise ValueError or RuntimeError if a parameter cannot be updated.
 
     :func:`check_group` has checked the parameters already, but wrappers may replace them later.
     """
     p = group["params"][index]
-    check_betas(group)  # schedules may set them
+    # Loops and schedules may set them.
+    check_options(group)
+    check_betas(group)
     _check_matrix(group, index)
     if type(p) not in sharded.PLAIN and group["vocab_dim"] == 1 and not sharded.is_dtensor(p):
         raise RuntimeError(
@@ -110,6 +132,12 @@ def check_parameter(group: Group, index: int) -> None:
     if p.grad.layout != torch.strided:
         _check_sparse(group, index)
         return
+    if p.grad.shape != p.shape or p.grad.device != p.device or not _is_taken(p.grad.dtype, p):
+        raise RuntimeError(
+            f"cannot couple {describe(group, index)}: it is {p.dtype} on {p.device}, but its "
+            f"gradient is {list(p.grad.shape)} in {p.grad.dtype} on {p.grad.device}. Give it the "
+            "parameter's shape, device and dtype, or float32 for half precision"
+        )
     if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is a {layout_of(p)}, but its gradient "
@@ -117,6 +145,13 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
+
+
+def _is_taken(dtype: torch.dtype, p: Tensor) -> bool:
+    """Whether the arithmetic, which is in the dtype of the second moments, holds a gradient's."""
+    return dtype.is_floating_point and torch.promote_types(dtype, moment_dtype(p)) == moment_dtype(
+        p
+    )
 
 
 def sparse_problem(group: Group, p: Tensor) -> str | None:
@@ -180,7 +215,8 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
 
 # The options on which those checks and that choice depend; an itemgetter, as it is in every step.
 _decisive = operator.itemgetter(
-    "row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable"
+    *("row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable"),
+    *("second_moment_scale", "stochastic_rounding", "maximize", "eps", "weight_decay"),
 )
 
 
@@ -254,6 +290,16 @@ def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
     return torch.Size([sum(shape[1 - dim] for shape in flat.shapes(group, p))])
 
 
+def first_moment_dtype(group: Group, p: Tensor) -> torch.dtype:
+    """The dtype of exp_avg: the parameter's, but float32 for LEAN in float16.
+
+    There a small moment would be rounded to what it was, and never decay, while the row's weight
+    grows.
+    """
+    is_stuck = p.dtype == torch.float16 and group["row_exponent"]
+    return torch.float32 if is_stuck else p.dtype
+
+
 def moment_dtype(p: Tensor) -> torch.dtype:
     """The dtype of second moments: float32 or wider."""
     return torch.promote_types(p.dtype, torch.float32)
@@ -302,7 +348,8 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             continue
         if dim is None:
             warn_of_momentum(group)
-            state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            dtype = first_moment_dtype(group, p)
+            state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
         else:
             state[name] = new_moment(group, p, dim)
     _fit_row_steps(group, index, state)
@@ -349,7 +396,8 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
     """Raise RuntimeError if an entry of a state does not fit; ``dim`` as in :func:`entries`."""
     p = group["params"][index]
     # In a narrower dtype every step would be rounded to it.
-    is_narrow = value.dtype.itemsize < p.dtype.itemsize
+    least = first_moment_dtype(group, p) if dim is None else p.dtype
+    is_narrow = value.dtype.itemsize < least.itemsize
     if value.device != p.device or value.shape != entry_shape(group, p, dim) or is_narrow:
         raise RuntimeError(
             f"{describe(group, index)} is {p.dtype} on {p.device}, but {name} in its optimizer "

@@ -1,0 +1,191 @@
+"""A vocabulary that grows or shrinks in the middle of a training."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import token_models
+from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups
+
+V, H = 32, 8
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    return token_models.gpt2(0, vocab_size=V, n_embd=H, **options)
+
+
+def take_steps(model, optimizer, steps, tokens=V):
+    for step in steps:
+        ids = torch.randint(tokens, (4, 6), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIONS = {
+    "coupled": {},
+    "LEAN": {"embeddings": "lean"},
+    "LEAN, momentum": {"embeddings": LEAN | {"betas": (0.8, 0.99)}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_new_tokens_of_transformers(options, tied):
+    """All old rows and other parameters go on as they would have; new ones begin."""
+    model = gpt2(tie_word_embeddings=tied)
+    optimizer = CoupledAdamW(model, lr=1e-2, **options)
+    take_steps(model, optimizer, range(3))
+    table = model.get_input_embeddings().weight
+    before = copy.deepcopy(optimizer.state[table])
+    others = {n: p for n, p in model.named_parameters() if "wte" not in n and "lm_head" not in n}
+    kept = {n: copy.deepcopy(optimizer.state[p]) for n, p in others.items()}
+    model.resize_token_embeddings(V + 4, mean_resizing=False)
+    optimizer.follow(model)
+    grown = model.get_input_embeddings().weight
+    assert len(grown) == V + 4  # of another parameter, or of the same one, as transformers likes
+    state = optimizer.state[grown]
+    assert (table in optimizer.state) == (grown is table)
+    for name, value in before.items():
+        if name == "exp_avg_sq" and options == {}:
+            torch.testing.assert_close(state[name], value * V / (V + 4))
+        elif name in ("exp_avg", "row_exp_avg_sq"):
+            assert torch.equal(state[name][:V], value)
+            assert not state[name][V:].any()
+        else:
+            assert torch.equal(state[name], value), name
+    for name, p in others.items():
+        for entry, value in kept[name].items():
+            assert torch.equal(optimizer.state[p][entry], value)
+    new_rows = grown.detach()[V:].clone()
+    take_steps(model, optimizer, range(3, 6), V + 4)
+    assert (grown[V:] != new_rows).any()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.resize_token_embeddings(V - 2)
+    optimizer.follow(model)
+    take_steps(model, optimizer, range(6, 8), V - 2)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_rows_that_are_not_new_do_not_notice():
+    """With LEAN a token's row moves as without the new ones, as long as those have no gradient."""
+    tables = [nn.Embedding(V, H) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    optimizers = [CoupledAdamW(table, lr=1e-2, embeddings="lean") for table in tables]
+    for step in range(6):
+        if step == 3:
+            weight = tables[1].weight.detach()
+            tables[1].weight = nn.Parameter(torch.cat([weight, torch.ones(4, H)]))
+            optimizers[1].follow(tables[1])
+        for table, optimizer in zip(tables, optimizers):
+            generator = torch.Generator().manual_seed(step)
+            grad = torch.randn(V, H, generator=generator)
+            missing = len(table.weight) - V
+            table.weight.grad = torch.cat([grad, torch.zeros(missing, H)])
+            optimizer.step()
+    torch.testing.assert_close(tables[1].weight[:V], tables[0].weight)
+    assert torch.equal(tables[1].weight[V:], torch.ones(4, H))
+
+
+def test_rows_added_in_place():
+    table = nn.Embedding(V, H)
+    for embeddings in ("coupled", "lean"):
+        optimizer = CoupledAdamW(table, lr=1e-2, embeddings=embeddings)
+        table.weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table.weight.data = torch.cat([table.weight.data, torch.ones(4, H)])
+        table.weight.square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"optimizer.follow\(model\) takes over"):
+            optimizer.step()
+        optimizer.follow(table)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_with_adapters():
+    """PEFT's model has other names, of which the optimizer was built; they stay."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        gpt2(), peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["wte", "lm_head"])
+    )
+    optimizer = CoupledAdamW(model, lr=1e-2, embeddings="lean")
+    take_steps(model, optimizer, range(2))
+    name = next(n for g in optimizer.param_groups if g["coupled"] for n in g["param_names"])
+    holder = model.get_submodule(name.rpartition(".")[0])
+    holder.weight = nn.Parameter(torch.cat([holder.weight.detach(), torch.zeros(4, H)]))
+    with pytest.raises(ValueError, match="no parameter of the model") as caught:
+        optimizer.follow(gpt2())
+    assert name in str(caught.value) or "base_model" in str(caught.value)
+    optimizer.follow(model)
+    (state,) = (optimizer.state[p] for p in [dict(model.named_parameters())[name]])
+    assert len(state["row_exp_avg_sq"]) == V + 4
+
+
+def test_beside_muon_and_with_a_bias():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(V, H), "hidden": nn.Linear(H, H), "head": nn.Linear(H, V)}
+    )
+    optimizer = MuonWithCoupledAdam(model, lr=1e-2)
+    for size in (V, V + 3):
+        if size > V:
+            for part in ("wte", "head"):
+                weight = model[part].weight.detach()
+                model[part].weight = nn.Parameter(torch.cat([weight, torch.ones(3, H)]))
+            bias = model["head"].bias.detach()
+            model["head"].bias = nn.Parameter(torch.cat([bias, torch.zeros(3)]))
+            optimizer.follow(model)
+        model["head"](model["hidden"](model["wte"](torch.arange(size)))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state[model["head"].bias]["exp_avg"].shape == (V + 3,)
+
+
+def wider(model):
+    model.wte.weight = nn.Parameter(torch.ones(V, H + 1))
+
+
+def renamed(model):
+    model.other = model.wte
+    del model.wte
+
+
+def another_dtype(model):
+    model.wte.weight = nn.Parameter(torch.ones(V + 1, H, dtype=torch.float64))
+
+
+CHANGES = {
+    wider: r"cannot follow 'wte.weight' \[32, 8\]: it has another shape now, \[32, 9\]",
+    renamed: "'wte.weight' is no parameter of the model any more",
+    another_dtype: "it is torch.float64 on cpu now, and was torch.float32",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), CHANGES.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+def test_what_cannot_be_followed(change, message):
+    """And nothing has changed then."""
+    model = nn.Module()
+    model.first, model.wte = nn.Linear(H, H), nn.Embedding(V, H)
+    optimizer = CoupledAdamW(model)
+    optimizer.init_state()
+    before = [[*group["params"]] for group in optimizer.param_groups]
+    change(model)
+    model.first.weight = nn.Parameter(torch.ones(H + 1, H))
+    with pytest.raises(ValueError, match=message):
+        optimizer.follow(model)
+    assert [[*group["params"]] for group in optimizer.param_groups] == before
+    assert all(p in optimizer.state for params in before for p in params)
+
+
+def test_groups_without_names():
+    table = nn.Embedding(V, H)
+    optimizer = CoupledAdamW([{"params": [table.weight], "coupled": True}])
+    with pytest.raises(ValueError, match="the param groups have no names"):
+        optimizer.follow(table)
+    assert param_groups(table)

@@ -95,12 +95,8 @@ def scale_by_coupled_adam(
             f"Invalid second_moment_scale: {second_moment_scale} (must be positive and finite)"
         )
     has_momentum = not (isinstance(b1, numbers.Real) and b1 == 0)
-    are_numbers = isinstance(b1, numbers.Real) and isinstance(b2, numbers.Real)
-    if row_exponent and has_momentum and are_numbers and not b1 < b2 ** (row_exponent / 2):
-        raise ValueError(
-            f"Invalid b1: {b1} (must be below b2^(row_exponent / 2) = "
-            f"{b2 ** (row_exponent / 2):.4f}, or rows without a gradient would move ever faster)"
-        )
+    if row_exponent and has_momentum:
+        _check_momentum(b1, b2, row_exponent, mu_dtype)
     is_lean = zero_sum or row_exponent > 0
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
@@ -109,11 +105,16 @@ def scale_by_coupled_adam(
                 lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
             )
 
+        def zeros_of_moment(p: Any) -> jax.Array:
+            # In float16 a small moment would never decay, while the weight of its row grows.
+            is_stuck = row_exponent and mu_dtype is None and p.dtype == jnp.float16
+            return jnp.zeros_like(p, dtype=jnp.float32 if is_stuck else mu_dtype)
+
         # Here, as the transformation does not know its parameters any earlier.
         jax.tree_util.tree_map_with_path(_check_matrix, params)
         return ScaleByCoupledAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype) if has_momentum else None,
+            mu=jax.tree.map(zeros_of_moment, params) if has_momentum else None,
             nu=zeros(1 - vocab_axis),
             nu_row=zeros(vocab_axis) if is_lean else None,
             mean_update=zeros(1 - vocab_axis) if zero_sum else None,
@@ -194,6 +195,32 @@ def scale_by_coupled_adam(
         return updates, ScaleByCoupledAdamState(count, mu, *means)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _check_momentum(b1: Any, b2: Any, row_exponent: float, mu_dtype: Any) -> None:
+    """Raise ValueError if a row without gradients would move faster and faster.
+
+    Betas that are traced, as within :func:`jax.jit`, have no value to check.
+    """
+    dtype = None if mu_dtype is None else jnp.dtype(mu_dtype)
+    if dtype == jnp.float16:
+        raise ValueError(
+            f"Invalid mu_dtype: {dtype} with row_exponent={row_exponent}: a small moment would "
+            "never decay in it. Use float32 or bfloat16"
+        )
+    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
+        return
+    beta1, beta2 = float(b1), float(b2)
+    if dtype == jnp.bfloat16 and 1 - beta1 < 2**-8:
+        raise ValueError(
+            f"Invalid b1: {beta1} with mu_dtype={dtype} (must be at most 0.996, or the moment of a "
+            "row without gradients would be rounded to what it was)"
+        )
+    if beta1 and not beta1 < beta2 ** (row_exponent / 2):
+        raise ValueError(
+            f"Invalid b1: {beta1} (must be below b2^(row_exponent / 2) = "
+            f"{beta2 ** (row_exponent / 2):.4f}, or rows without a gradient would move ever faster)"
+        )
 
 
 def _typical_square(nu: jax.Array) -> jax.Array:

@@ -165,9 +165,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), CHANGES.items(), ids=lambda x: getattr(x, "__name__", "")
-)
+@pytest.mark.parametrize(("change", "message"), CHANGES.items())
 def test_what_cannot_be_followed(change, message):
     """And nothing has changed then."""
     model = nn.Module()

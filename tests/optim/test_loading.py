@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import re
 import warnings
 
@@ -337,3 +338,105 @@ def test_the_error_about_other_groups_is_a_recipe():
     assert torch.equal(optimizer.state[hidden]["exp_avg"], old.state[hidden]["exp_avg"])
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2, 0.4]
     take_steps(optimizer, [2])
+
+
+# --- damage ---
+
+
+def damaged(value, draw):
+    """What a flipped bit, another version or a mistake may make of an entry."""
+    if not isinstance(value, torch.Tensor):
+        return draw.choice([None, "text", [], {}])
+    changed = value.clone()
+    kind = draw.choice(["negative", "nan", "shape", "dtype", "layout", "type", "missing"])
+    if kind == "negative":
+        changed.view(-1)[draw.randrange(changed.numel())] = -1.0
+    elif kind == "nan":
+        changed.view(-1)[draw.randrange(changed.numel())] = torch.nan
+    elif kind == "shape":
+        changed = torch.cat([changed.reshape(-1), changed.reshape(-1)])
+    elif kind == "dtype":
+        changed = changed.to(draw.choice([torch.int64, torch.bool, torch.complex64]))
+    elif kind == "layout" and changed.dim():
+        changed = changed.to_sparse()
+    elif kind in ("type", "layout"):
+        changed = draw.choice([None, "text", {}, [1.0]])
+    else:
+        return "missing"
+    return changed
+
+
+@pytest.mark.parametrize("options", [{}, LEAN], ids=["coupled", "LEAN"])
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_damaged_states(options, count):
+    """Each is refused as a whole, as a ValueError, or it is none; and training goes on."""
+    draw, refused = random.Random(count), 0
+    for _ in range(count):
+        p = matrix()
+        optimizer = CoupledAdamW([p], coupled=True, **options)
+        take_steps(optimizer, [0, 1])
+        before, saved = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
+        state = saved["state"][0]
+        name = draw.choice([*state])
+        state[name] = damaged(state[name], draw)
+        if isinstance(state[name], str) and state[name] == "missing":
+            del state[name]
+        try:
+            optimizer.load_state_dict(saved)
+        except ValueError:
+            refused += 1
+            assert_same(optimizer.state_dict(), before)
+        take_steps(optimizer, [2])
+        is_signed = name == "exp_avg"  # which may be negative, or spoil its row as a gradient does
+        assert is_signed or p.isfinite().all(), name
+    assert refused > count / 2
+
+
+STRUCTURES = [
+    None,
+    {},
+    {"state": {}},
+    {"state": [], "param_groups": []},
+    {"state": {}, "param_groups": {}},
+    {"state": {}, "param_groups": [None]},
+    {"state": {}, "param_groups": [{}]},
+    {"state": {}, "param_groups": [{"params": 0}]},
+    {"state": {0: None}, "param_groups": [{"params": [0]}]},
+    {"state": {0: [1]}, "param_groups": [{"params": [0]}]},
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_no_state_dict(structure):
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True)
+    take_steps(optimizer, [0])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the checkpoint is damaged, or none of an optimizer"):
+        optimizer.load_state_dict(structure)
+    assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize("source", ["coupled", "adamw"])
+def test_rows_without_gradients_after_a_conversion(source):
+    """Padding, of which the first moment tells that it never had one, does not move."""
+    p = matrix()
+    is_adamw = source == "adamw"
+    old = torch.optim.AdamW([p]) if is_adamw else CoupledAdamW([p], coupled=True)
+
+    def step(optimizer, number):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number)).to(p)
+        p.grad[:3] = 0
+        optimizer.step()
+
+    for number in range(5):
+        step(old, number)
+    lean = CoupledAdamW([p], coupled=True, weight_decay=0.0, **{**LEAN, "betas": (0.5, 0.99)})
+    saved = old.state_dict()
+    saved["param_groups"] = lean.state_dict()["param_groups"]
+    lean.load_state_dict(saved)
+    before = p.detach().clone()
+    for number in range(5, 20):
+        step(lean, number)
+    assert torch.equal(p[:3], before[:3])
+    assert (p[3:] != before[3:]).all()

@@ -311,3 +311,23 @@ def test_printed_without_names():
     assert repr(groups).splitlines()[-1].split() == ["parameter", "0", "3"]
     assert "None" not in repr(param_groups(model(), "lean"))
     assert "vocab_dim" not in repr(param_groups(model(), "lean"))
+
+
+PUBLIC_CALLS = {
+    "param_groups": lambda: param_groups(model(), "lean", steps=100),
+    "CoupledAdam": lambda: CoupledAdam(model()),
+    "CoupledAdamW": lambda: step(m := model(), CoupledAdamW(m, embeddings="lean")),
+    "bfloat16": lambda: step(m := model().bfloat16(), CoupledAdamW(m, stochastic_rounding=True)),
+    "Muon": lambda: step(m := model(), MuonWithCoupledAdam(m)),
+    "state_dict": lambda: CoupledAdamW(model()).load_state_dict(CoupledAdamW(model()).state_dict()),
+}
+
+
+@pytest.mark.parametrize("call", PUBLIC_CALLS.values(), ids=PUBLIC_CALLS.keys())
+def test_the_global_generator_is_left_alone(call, monkeypatch):
+    """With the same seed a model has the same losses, whatever was called before."""
+    made = [model() for _ in range(3)]
+    monkeypatch.setitem(globals(), "model", lambda: made.pop())
+    before = torch.get_rng_state()
+    call()
+    assert torch.equal(torch.get_rng_state(), before)

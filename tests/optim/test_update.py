@@ -1,9 +1,11 @@
 """The update of a coupled matrix: against the float64 oracle, and what holds for any data."""
 
 import collections
+import copy
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -311,3 +313,133 @@ def test_what_is_remembered_of_steps_does_not_grow():
         p.grad = g
         optimizer.step()
     assert len(optimizer._checked) == 1
+
+
+# --- a first moment that cannot decay ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("betas", "row_exponent"), [((0.9, 0.99), 1.0), ((0.99, 0.999), 0.75)])
+def test_a_row_without_gradients_comes_to_rest_in_every_dtype(dtype, betas, row_exponent):
+    """However much its weight grows; also after its state has been saved and loaded."""
+    p = nn.Parameter(torch.zeros(8, 4, dtype=dtype))
+    options = {"betas": betas, "row_exponent": row_exponent, "weight_decay": 0.0, "lr": 1e-2}
+    optimizer = CoupledAdamW([p], coupled=True, **options)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(3000 if betas[0] == 0.99 else 1500):
+        p.grad = torch.randn(8, 4, generator=generator).mul(1e-2).to(dtype)
+        if step > 3:
+            p.grad[0] = 0
+        before = p.detach()[0].clone()
+        optimizer.step()
+        if step == 100:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = CoupledAdamW([p], coupled=True, **options)
+            optimizer.load_state_dict(saved)
+    assert torch.equal(p[0], before)
+    assert p[0].abs().max() < 1
+    assert p.isfinite().all()
+
+
+TENSORS = {
+    "tensors": lambda x: torch.tensor(x, dtype=torch.float64),
+    "NumPy's numbers": np.float64,
+    "arrays of one element": lambda x: torch.tensor([x]),
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS.values(), ids=TENSORS.keys())
+@pytest.mark.parametrize("where", ["constructor", "group", "schedule", "load"])
+def test_betas_of_any_kind(kind, where):
+    """The check of momentum against memory is of their values, whatever holds them."""
+    wrong = tuple(map(kind, (0.98, 0.95)))
+    p = nn.Parameter(torch.zeros(8, 4))
+    p.grad = torch.ones_like(p)
+    options = {"coupled": True, "row_exponent": 1.0}
+
+    def construct():
+        CoupledAdamW([p], betas=wrong, **options)
+
+    def group():
+        CoupledAdamW([{"params": [p], "betas": wrong, **options}])
+
+    def load():
+        optimizer = CoupledAdamW([p], betas=(0.5, 0.95), **options)
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["betas"] = wrong
+        optimizer.load_state_dict(saved)
+
+    def schedule():
+        optimizer = CoupledAdamW([p], betas=(0.5, 0.95), **options)
+        optimizer.param_groups[0]["betas"] = wrong
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="would move faster and faster"):
+        {"constructor": construct, "group": group, "load": load, "schedule": schedule}[where]()
+
+
+def test_a_momentum_that_bfloat16_cannot_hold():
+    """Whose decay would be rounded away; in float32 it is as good as any."""
+    options = {"coupled": True, "row_exponent": 0.5, "betas": (0.998, 0.999)}
+    CoupledAdamW([nn.Parameter(torch.zeros(4, 4))], **options)
+    with pytest.raises(ValueError, match="bfloat16 parameters: the momentum would be rounded"):
+        CoupledAdamW([nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))], **options)
+
+
+# --- refused before anything moves ---
+
+
+WRONG_GRADIENTS = {
+    "wider": lambda p: torch.ones_like(p, dtype=torch.float64),
+    "whole numbers": lambda p: torch.ones_like(p, dtype=torch.int64),
+    "complex": lambda p: torch.ones_like(p, dtype=torch.complex64),
+    "elsewhere": lambda p: torch.ones_like(p, device="meta"),
+}
+EDITS = {
+    "row_exponent": -0.5,
+    "zero_sum": "no",
+    "second_moment_scale": -1,
+    "eps": -1.0,
+    "weight_decay": "0.1",
+    "maximize": 1,
+    "stochastic_rounding": None,
+}
+
+
+def two_groups():
+    first, table = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(8, 4))
+    optimizer = CoupledAdamW([{"params": [first]}, {"params": [table], "coupled": True}], lr=0.1)
+    for _ in range(2):
+        first.grad, table.grad = torch.ones(3), torch.ones(8, 4)
+        optimizer.step()
+    return optimizer, first, table
+
+
+@pytest.mark.parametrize("kind", WRONG_GRADIENTS)
+def test_gradients_that_do_not_fit(kind):
+    optimizer, first, table = two_groups()
+    before = copy.deepcopy(optimizer.state_dict()), first.detach().clone(), table.detach().clone()
+    table.grad_dtype = None
+    try:
+        table.grad = WRONG_GRADIENTS[kind](table)
+    except RuntimeError:
+        pytest.skip("torch refuses it itself")
+    with pytest.raises(RuntimeError, match=r"cannot couple .* but its gradient is"):
+        optimizer.step()
+    assert torch.equal(first, before[1])
+    assert torch.equal(table, before[2])
+    for number, state in before[0]["state"].items():
+        for name, value in state.items():
+            assert torch.equal(optimizer.state_dict()["state"][number][name], value)
+
+
+@pytest.mark.parametrize("option", EDITS)
+def test_groups_that_are_edited(option):
+    """A step refuses what a constructor and a checkpoint refuse, before anything has moved."""
+    optimizer, first, table = two_groups()
+    before = first.detach().clone(), table.detach().clone()
+    optimizer.param_groups[1][option] = EDITS[option]
+    with pytest.raises(ValueError, match=f"Invalid {option}"):
+        optimizer.step()
+    assert torch.equal(first, before[0])
+    assert torch.equal(table, before[1])

@@ -68,7 +68,6 @@ def adapt(
     Raises:
         ValueError: if a group or a state is damaged, or does not fit the optimizer's.
     """
-    _check_structure(state_dict)
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
     _check_sizes(*([len(group["params"]) for group in x] for x in (saved_groups, groups)))
     state = dict(state_dict["state"])
@@ -102,7 +101,7 @@ def adapt(
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
-def _check_structure(state_dict: Any) -> None:
+def check_structure(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of an optimizer."""
     problem = None
     if not isinstance(state_dict, Mapping) or not state_dict.keys() >= {"state", "param_groups"}:
@@ -249,8 +248,13 @@ def _check_entries(state: State, p: Tensor) -> None:
         is_dense = isinstance(value, Tensor) and value.layout == torch.strided
         if not is_dense or not value.is_floating_point():
             raise ValueError(f"its {name} is no dense floating-point tensor, but {value!r:.80}")
-        if name in SQUARES and _has_no_square(value, may_be_nan=value.shape == p.shape):
-            raise ValueError(f"its {name}, a mean of squares, has a negative number, or none")
+        # Adam's second moments [V, H] may have NaN, which a conversion leaves out; a vector's would
+        # be in a whole column. A first moment may be what it was when it was saved.
+        is_vector = name != "exp_avg" and value.shape != p.shape
+        if is_vector and _any(value.isnan()):
+            raise ValueError(f"its {name} has NaN")
+        if name in SQUARES and _any(value < 0):
+            raise ValueError(f"its {name}, a mean of squares, has a negative number")
         if sharded.is_dtensor(value) != sharded.is_dtensor(p):
             raise ValueError(
                 f"its {name} is a {layout_of(value)}, but the parameter is a {layout_of(p)}. "
@@ -258,15 +262,10 @@ def _check_entries(state: State, p: Tensor) -> None:
             )
 
 
-def _has_no_square(value: Tensor, *, may_be_nan: bool) -> bool:
-    """Whether a second moment has a number that no mean of squares can be.
-
-    Adam's [V, H] may have NaN, which a conversion leaves out; in a vector it is in all columns.
-    """
-    local = sharded.to_local(value)
-    if local.is_meta or isinstance(local, FakeTensor):
-        return False
-    return bool((local < 0).any()) or not (may_be_nan or not local.isnan().any())
+def _any(flags: Tensor) -> bool:
+    """Whether any flag of this rank's part is set; fake tensors have none to check."""
+    local = sharded.to_local(flags)
+    return not (local.is_meta or isinstance(local, FakeTensor)) and bool(local.any())
 
 
 def _is_count(step: Any) -> bool:

@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, row_sparse, sharded
-from coupled_adam.optim.conversion import adapt
+from coupled_adam.optim.conversion import adapt, check_structure
 from coupled_adam.optim.growth import follow
 from coupled_adam.optim.matrix import CoupledMatrix
 from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
@@ -429,7 +429,8 @@ class CoupledAdam(torch.optim.Adam):
         [H]. This is exactly the state that Coupled Adam would have, so a training with AdamW can be
         continued with Coupled Adam after any step. With ``row_exponent``, the mean of each row
         becomes its ``row_exp_avg_sq``; a checkpoint of Coupled Adam has nothing to tell the rows
-        apart, and all then start with the mean of ``exp_avg_sq``. With ``flat_shards`` nothing is
+        apart, and all then start with the mean of ``exp_avg_sq``, except for those that never had a
+        gradient, whose ``exp_avg`` is zero. With ``flat_shards`` nothing is
         converted: the state must be that of the same pieces.
 
         As in torch, the options of the loaded groups replace the optimizer's own, with a warning if
@@ -443,6 +444,7 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a group or a state is damaged, or does not fit. The optimizer is then
                 unchanged.
         """
+        check_structure(state_dict)
         self._pending.finish()
         self._complete_groups()
         moments: dict[Tensor, dict[str, Tensor]] = {}

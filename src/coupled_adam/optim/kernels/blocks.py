@@ -18,7 +18,7 @@ SKIPS_ON_DEVICE = False
 
 _BLOCK_BYTES = 2**20
 _DEVICE_BLOCK_BYTES = 2**28
-# Summed in single precision: the relative rounding error is about 5e-7, and 3e-5 where all numbers of
+# Summed in single precision: a relative rounding error of about 5e-7, or of 3e-5 if all numbers of
 # a column are equal.
 _SUM_ROWS = 4096
 

@@ -46,4 +46,4 @@ def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     return by_token.view(len(ids), -1).mean(1)
 
 
-MASKED_LM = Variant(build_model=build, sequence_losses=losses)
+MASKED_LM = Variant(build_model=build, sequence_losses=losses, is_causal=False)

@@ -35,9 +35,9 @@ from coupled_adam.lab.evaluation.load_model import (
     check_model,
     load_model,
     load_model_tokenizer,
-    require_causal,
     trusted_run,
 )
+from coupled_adam.lab.models import require_causal
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR, drawn
 from coupled_adam.runs import MODEL, is_run

@@ -99,6 +99,14 @@ def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
             os.close(descriptor)
 
 
+def resolved(path: Path) -> Path:
+    """Where a path leads, through links; one that leads to itself is left as it is.
+
+    ``Path.resolve`` raises RuntimeError for it before Python 3.13.
+    """
+    return Path(os.path.realpath(path))
+
+
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield all files in a folder and below it, also where links lead, in order."""
     visited = set()

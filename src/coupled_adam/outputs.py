@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import require
-from coupled_adam.files import write_atomically
+from coupled_adam.files import resolved, write_atomically
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
         )
         require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
         # Two options may name one file in two ways, as by a link.
-        other = named.setdefault(path.resolve(), option)
+        other = named.setdefault(resolved(path), option)
         require(other == option, f"--{other} and {name} are the same file: choose two")
 
 
@@ -57,7 +57,7 @@ def write_file(path: Path, content: str | bytes) -> None:
             stream.write(content.encode() if isinstance(content, str) else content)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path.resolve(), content)  # a link stays one
+    write_atomically(resolved(path), content)  # a link stays one
 
 
 def _is_stream(path: Path) -> bool:

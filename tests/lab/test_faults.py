@@ -141,9 +141,46 @@ def test_a_checkpoint_of_another_run(unfinished, trained, recipe):
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"] = {}
     torch.save(checkpoint, path)
-    (run / "checkpoints" / "checksums.json").unlink()  # as older versions left it
+    sums = run / "checkpoints" / "checksums.json"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    sums.write_text(json.dumps({**json.loads(sums.read_text()), path.name: {"": digest}}))
     with pytest.raises(UsageError, match=rf"{path} does not fit this run \(.*\): remove it to"):
         go_on()
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[]", '{"step-50": null}'], ids=str)
+def test_a_checkpoint_without_its_checksums_is_damaged(content, unfinished):
+    """Nobody could tell whether a bit of it has flipped."""
+    run, go_on = unfinished
+    sums = run / "checkpoints" / "checksums.json"
+    sums.unlink() if content is None else sums.write_text(content)
+    before = snapshot(run)
+    with pytest.raises(UsageError, match="damaged"):
+        go_on()
+    assert snapshot(run) == before
+
+
+LOGS = {
+    "cut at a line's end": lambda lines: lines[:-2],
+    "cut in the middle": lambda lines: lines[:2] + lines[4:],
+    "without its beginning": lambda lines: lines[1:],
+    "doubled": lambda lines: lines * 2,
+    "a line twice": lambda lines: [*lines[:3], lines[2], *lines[3:]],
+    "in another order": lambda lines: lines[::-1],
+    "empty": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("change", LOGS.values(), ids=LOGS.keys())
+def test_a_log_that_does_not_belong_to_the_checkpoint(change, unfinished):
+    """What it lacks could not be made again, and the run is left as it is."""
+    run, go_on = unfinished
+    log = run / "metrics.jsonl"
+    log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
+    before = snapshot(run)
+    with pytest.raises(UsageError, match=r"metrics.jsonl does not have the lines of all steps"):
+        go_on()
+    assert snapshot(run) == before
 
 
 def test_a_folder_of_others_is_refused(unfinished):

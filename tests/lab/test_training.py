@@ -1,6 +1,7 @@
 """Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_lo
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import held_out_loss
 from coupled_adam.lab.evaluation.load_model import load_model
-from coupled_adam.lab.models import output_embeddings
+from coupled_adam.lab.models import check_architecture, output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import train as training
@@ -442,3 +443,46 @@ def test_what_is_no_variant(name, said, lab):
     stderr = lab.run("new", *arguments, f"--variant={name}", code=2)
     assert f"variant={name}" in stderr
     assert said in stderr
+
+
+@pytest.mark.parametrize("architecture", ["bert", "electra"])
+@pytest.mark.parametrize("command", ["compare", "train"])
+def test_a_model_that_sees_the_answer(command, architecture, tmp_path, capsys):
+    """It would have a low loss, which would mean nothing; nothing is written."""
+    out = tmp_path / "out"
+    arm = ["--arm", "adamw"] if command == "train" else []
+    code = cli.main(
+        [command, "--recipe", "tiny", *arm, "--model.architecture", architecture, "--out", str(out)]
+    )
+    assert code == 2
+    assert re.search(
+        rf"model.architecture={architecture}: \w+ predicts tokens from later ones",
+        capsys.readouterr().err,
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "stablelm", "llama", "qwen3", "mixtral", "opt"])
+def test_architectures_that_do_not(architecture):
+    """And no random number is drawn for the question."""
+    before = torch.get_rng_state()
+    check_architecture(override(load_recipe("tiny"), {"model.architecture": architecture}))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_variant_that_sees_the_answer(lab, tmp_path, monkeypatch):
+    """A model of masked tokens has to say that it is one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "masked.py").write_text(
+        "from transformers import BertConfig, BertLMHeadModel\n"
+        "from coupled_adam.lab.training.variant import Variant\n"
+        "def build(recipe):\n"
+        "    size = recipe.model\n"
+        "    return BertLMHeadModel(BertConfig(vocab_size=size.vocab_size,\n"
+        "        hidden_size=size.n_embd, num_hidden_layers=1, num_attention_heads=1))\n"
+        "NEXT = Variant(build_model=build)\n"
+        "MASKED = Variant(build_model=build, is_causal=False)\n"
+    )
+    said = lab.run("run", "--arm", "adamw", "--variant", "masked:NEXT", code=2)
+    assert "variant=masked:NEXT: BertLMHeadModel predicts tokens from later ones" in said
+    lab.run("other", "--arm", "adamw", "--variant", "masked:MASKED", "--training.steps", "2")

@@ -106,6 +106,7 @@ def test_rows_added_in_place():
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:Model has")  # tied weights, which PEFT unties
 def test_with_adapters():
     """PEFT's model has other names, of which the optimizer was built; they stay."""
     peft = pytest.importorskip("peft")

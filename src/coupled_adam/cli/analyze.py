@@ -128,7 +128,8 @@ def _undertrained(
 
     @functools.lru_cache(maxsize=1)  # a model is loaded once, for both of its matrices
     def loaded(name: str) -> tuple[PreTrainedModel, int]:
-        from coupled_adam.lab.evaluation.load_model import block_length, load_model, require_causal
+        from coupled_adam.lab.evaluation.load_model import block_length, load_model
+        from coupled_adam.lab.models import require_causal
 
         model = load_model(folders[name], device)
         require_causal(model, name)

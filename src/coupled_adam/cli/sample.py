@@ -41,9 +41,9 @@ def run(options: Options) -> None:
     from coupled_adam.lab.evaluation.load_model import (
         load_model,
         load_model_tokenizer,
-        require_causal,
     )
     from coupled_adam.lab.evaluation.sample import sample
+    from coupled_adam.lab.models import require_causal
     from coupled_adam.runs import model_source
 
     device = options.usable_device()

@@ -90,12 +90,17 @@ def working(label: str) -> Iterator[None]:
         yield
 
 
+_SIZES = {"RANK": "WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
+
+
 def process_number() -> int:
     """The number of this process among those that torchrun or srun has started; otherwise 0."""
     # RANK alone is a word that other programs leave in an environment, too.
     name = "RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_PROCID"
-    number = os.environ.get(name, "")
-    return int(number) if number.isdecimal() else 0
+    number, size = (os.environ.get(x, "") for x in (name, _SIZES[name]))
+    if not number.isdecimal() or (size.isdecimal() and int(number) >= int(size)):
+        return 0  # what is wrong with such a number should be heard
+    return int(number)
 
 
 def quiet_libraries() -> None:

@@ -22,6 +22,7 @@ from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
+from coupled_adam.files import resolved
 from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, model_source
@@ -56,7 +57,7 @@ class Analysis:
     @property
     def name(self) -> str:
         """The model's name, without the folders that it is in."""
-        return Path(self.model).name or Path(self.model).resolve().name
+        return Path(self.model).name or resolved(Path(self.model)).name
 
     @property
     def label(self) -> str:

@@ -28,7 +28,7 @@ from coupled_adam.embeddings.loading import (
     model_embeddings,
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
-from coupled_adam.files import new_folder, write_atomically
+from coupled_adam.files import new_folder, resolved, write_atomically
 from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -208,7 +208,7 @@ def _save(model: Any, folder: Path) -> None:
 
 def _copy_rest(source: Path, out: Path) -> None:
     """Copy the tokenizer, and what else lies beside the weights and below, as it is."""
-    root = source.resolve()
+    root = resolved(source)
     # The hub's cache has links to its blobs; elsewhere a link could bring in any file of this user,
     # which would be published with the repaired model.
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
@@ -218,7 +218,7 @@ def _copy_rest(source: Path, out: Path) -> None:
         is_kept = path.is_file() and not is_hidden and not path.name.endswith(_WEIGHTS)
         if not is_kept or place.exists():
             continue
-        if not path.resolve().is_relative_to(root) and path.resolve().parent != blobs:
+        if not resolved(path).is_relative_to(root) and resolved(path).parent != blobs:
             warnings.warn(f"{path} is a link out of the model's folder: not copied", stacklevel=3)
             continue
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from coupled_adam.fields import require
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
+from coupled_adam.lab.models import check_architecture
 from coupled_adam.lab.recipe import Recipe, differences, load_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.run import Run
@@ -105,6 +106,7 @@ def compare(
         check_unused(out)
         return recipe
 
+    check_architecture(recipe)
     finished: list[Run] = []
     diverged: list[DivergedError] = []
     with contextlib.ExitStack() as claims:
@@ -151,6 +153,7 @@ def train_and_evaluate(
     run: Run, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
+    check_architecture(run.recipe)
     with process_group(execution.device):
         on_rank_zero(lambda: _check_claim(run, resume))
         corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]

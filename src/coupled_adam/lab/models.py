@@ -1,5 +1,6 @@
 """The architectures, from transformers' configurations."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,42 @@ def _check_config(
     given |= {default.attribute_map.get(key, key) for key in given}  # its own names of these
     for key in options.config:
         require(key not in given, f"model.config.{key} is what other keys give: leave it out")
+
+
+@torch.inference_mode()
+def require_causal(model: PreTrainedModel, source: object) -> None:
+    """Raise UsageError if logits depend on later tokens, as those of a masked model do.
+
+    ``source`` says in the message which model it is.
+    """
+    # Two blocks that differ in their last token: a causal model cannot tell them apart before it.
+    ids = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device=model.device)
+    was_training = model.training
+    model.train(False)
+    first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    model.train(was_training)
+    # With values that are not finite, the model counts as causal; they are reported elsewhere.
+    require(
+        not (first - second).abs().max() > 1e-4 * first.abs().max(),
+        f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+        "language model is needed",
+    )
+
+
+def check_architecture(recipe: Recipe) -> None:
+    """Raise UsageError if the recipe's architecture sees later tokens; a small one of it is asked.
+
+    A variant builds a model of its own, which is asked when it has been built.
+    """
+    if recipe.variant is not None:
+        return
+    small = dataclasses.replace(recipe.model, n_layer=1, vocab_size=16)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = build_model(dataclasses.replace(recipe, model=small))
+        except UsageError:  # some have fewer values with one layer
+            model = build_model(recipe)
+    require_causal(model, f"model.architecture={recipe.model.architecture}")
 
 
 def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:

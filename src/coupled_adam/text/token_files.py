@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import resolved
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
@@ -103,7 +104,7 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
             f"{path}: every second number is 0 if its tokens are read as {kind}, so they seem to "
             "be wider: say what they are with data.token_dtype, or with --token-dtype of analyze"
         )
-    return TokenFile(str(path.resolve()), _DTYPES[kind], offset, length)
+    return TokenFile(str(resolved(path)), _DTYPES[kind], offset, length)
 
 
 def _array_file(path: Path) -> TokenFile:
@@ -115,4 +116,4 @@ def _array_file(path: Path) -> TokenFile:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         shape = list(ids.shape)
         raise UsageError(f"{path} must hold ids, [tokens], and has {ids.dtype} of shape {shape}")
-    return TokenFile(str(path.resolve()), ids.dtype.str, ids.offset, len(ids))
+    return TokenFile(str(resolved(path)), ids.dtype.str, ids.offset, len(ids))

@@ -33,9 +33,8 @@ from coupled_adam.lab.evaluation.load_model import (
     load_model,
     load_model_tokenizer,
     load_trained,
-    require_causal,
 )
-from coupled_adam.lab.models import output_embeddings, parameters
+from coupled_adam.lab.models import output_embeddings, parameters, require_causal
 from coupled_adam.lab.run import Run, read_evaluation
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.outputs import sole_writer

@@ -125,20 +125,6 @@ def load_model_tokenizer(
         raise UsageError(f"{error}, which this needs: save it with the model") from None
 
 
-@torch.inference_mode()
-def require_causal(model: PreTrainedModel, source: Path | str) -> None:
-    """Raise UsageError if logits depend on later tokens, as those of a masked model do."""
-    # Two blocks that differ in their last token: a causal model cannot tell them apart before it.
-    ids = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device=model.device)
-    first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    # With values that are not finite, the model counts as causal; they are reported elsewhere.
-    require(
-        not (first - second).abs().max() > 1e-4 * first.abs().max(),
-        f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
-        "language model is needed",
-    )
-
-
 def block_length(model: PreTrainedModel) -> int:
     """The length of a model's input blocks: as many tokens as it allows, but at most 1024."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -11,7 +11,7 @@ import pandas as pd
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import require
-from coupled_adam.files import files_below
+from coupled_adam.files import files_below, resolved
 from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import differences
 from coupled_adam.lab.run import Run, read_run
@@ -74,7 +74,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     for folder in folders:
         there = [path for path in files_below(folder) if path.name in (CONFIG, COUNTS)]
         require(there, f"{folder}: there is no run in it; coupled-adam compare makes some")
-        configs |= {path.resolve(): path for path in there if path.name == CONFIG}
+        configs |= {resolved(path): path for path in there if path.name == CONFIG}
         # The counts are written before the configuration: a run that was killed then, or lost it.
         for path in there:
             if not path.with_name(CONFIG).exists():

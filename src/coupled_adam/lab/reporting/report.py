@@ -12,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.fields import require
-from coupled_adam.files import new_file, read, remove, write_atomically
+from coupled_adam.files import new_file, read, remove, resolved, write_atomically
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
@@ -76,7 +76,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """
     for folder in folders:
         require(folder.is_dir(), f"{folder}: there is no such folder")
-    given, out = out, out.resolve()  # so that a symbolic link stays one
+    given, out = out, resolved(out)  # so that a symbolic link stays one
 
     def check() -> None:
         if not (out / _WRITTEN).exists() and not all((out / name).exists() for name in _FILES):
@@ -136,13 +136,13 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
     with contextlib.ExitStack() as stack:
         for name, content in contents.items():
             folder = (out / name).parent
-            inside = folder.resolve().is_relative_to(out)
+            inside = resolved(folder).is_relative_to(out)
             require(inside, f"{folder} is, or is in, a link that leads out of {out}")
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(new_file(out / name)).write_bytes(content)
     for name in written - contents.keys():
         path = out / name
-        if path.parent.resolve().is_relative_to(out):
+        if resolved(path.parent).is_relative_to(out):
             remove(path)
             with contextlib.suppress(OSError):  # the folder is not empty
                 path.parent.rmdir()

@@ -13,6 +13,7 @@ import pandas as pd
 import yaml
 
 from coupled_adam.embeddings.measures import small_print
+from coupled_adam.files import resolved
 from coupled_adam.lab.reporting.frame import COLUMNS, groups
 from coupled_adam.lab.run import Run
 from coupled_adam.rendering import page
@@ -95,7 +96,7 @@ _OPTIONS = {
 
 def _link(folder: Path, out: Path) -> str:
     """The folder's address, relative to the page so that the two can be moved together."""
-    return urllib.parse.quote(os.path.relpath(folder.resolve(), out), errors="replace")
+    return urllib.parse.quote(os.path.relpath(resolved(folder), out), errors="replace")
 
 
 def _experiment(run: Run) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Checkpoints(pl.Callback):
         expected = on_rank_zero(self._expected)
         damaged: list[Path] = []
         for step, path in reversed(on_rank_zero(lambda: by_step(self.folder)).items()):
-            # The newest first. Those of older versions have no checksums.
-            if path.name not in expected or expected[path.name] == _checksums(path):
+            # The newest first. Without its checksums nobody knows whether one is whole.
+            if path.name in expected and expected[path.name] == _checksums(path):
                 if damaged and rank() == 0:
                     names = ", ".join(map(str, damaged))
                     warnings.warn(

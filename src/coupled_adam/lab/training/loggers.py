@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.run import read_log
 from coupled_adam.lab.training.execution import Execution
@@ -48,6 +49,29 @@ class MetricsFile(Logger):
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: they are in config.yaml."""
+
+
+def check_log(path: Path, last: int, evaluate_every: int) -> None:
+    """Raise UsageError unless a log has what was due up to a step, each line once and in order.
+
+    What is lost could not be made again, as the run continues behind it.
+    """
+    entries = [entry for entry in read_log(path) if entry["step"] <= last]
+    lines = {
+        key: [entry["step"] for entry in entries if key in entry]
+        for key in ("train_loss", "valid_loss")
+    }
+    due = {
+        "train_loss": [*range(LOG_EVERY, last + 1, LOG_EVERY)],
+        "valid_loss": [*range(evaluate_every, last + 1, evaluate_every)],
+    }
+    others = [entry["step"] for entry in entries if not entry.keys() & due.keys()]
+    steps = [entry["step"] for entry in entries]
+    if lines != due or others != [0] or steps != sorted(steps):
+        raise UsageError(
+            f"{path} does not have the lines of all steps up to {last}, each of them once, from "
+            "which the run would continue: restore it, or remove the run's folder"
+        )
 
 
 def cut_log(path: Path, last: int) -> None:

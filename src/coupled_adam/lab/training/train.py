@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.models import build_model
+from coupled_adam.lab.models import build_model, require_causal
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoints
 from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
-from coupled_adam.lab.training.loggers import cut_log, run_loggers
+from coupled_adam.lab.training.loggers import check_log, cut_log, run_loggers
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.run_log import RunLog
@@ -97,6 +97,9 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
     step, last = checkpoints.last()
 
     def begin() -> None:
+        if last is not None:
+            every = min(recipe.training.evaluate_every, recipe.steps)
+            check_log(run.folder / METRICS, step, every)
         cut_log(run.folder / METRICS, step)
         if last is not None:
             record_resumption(run, step)
@@ -106,6 +109,8 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
     # which then depend on it and on nothing before.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
+    if recipe.variant is not None and variant.is_causal:
+        require_causal(model, f"variant={recipe.variant}")
     if recipe.training.precision == "64-true":
         model.double()
     model.config.bos_token_id = model.config.eos_token_id = corpus.end_of_text

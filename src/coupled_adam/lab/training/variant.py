@@ -38,6 +38,7 @@ class Variant:
     half_way: called with the model and the optimizer after half of the steps, rounded down. Options
         of the optimizer that it changes must be those of its ``param_groups``, which are saved.
     at_the_end: called with the trained model before it is saved.
+    is_causal: whether it predicts tokens from those before; a model of masked tokens says no.
     """
 
     build_model: Callable[[Recipe], PreTrainedModel] = build_model
@@ -46,6 +47,7 @@ class Variant:
     after_step: Callable[[PreTrainedModel], None] | None = None
     half_way: Callable[[PreTrainedModel, Optimizer], None] | None = None
     at_the_end: Callable[[PreTrainedModel], None] | None = None
+    is_causal: bool = True
 
 
 def load_variant(name: str | None) -> Variant:

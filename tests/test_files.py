@@ -1,9 +1,12 @@
 """Files and folders are complete or absent, and locks end with their process."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from coupled_adam import files, outputs
@@ -160,3 +163,47 @@ def test_a_damaged_file_is_named(tmp_path, content):
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(UsageError, match=rf"{path} is damaged \(.+\): restore it, or move it away"):
         files.read(path, lambda text: text.index("}"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_has_no_end_is_not_opened(kind, tmp_path):
+    """Whoever reads it would wait for ever, or fill the memory."""
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(OSError, match="pipe or a device"):
+        files.regular(path)
+    with pytest.raises(OSError, match="pipe or a device"):
+        files.checksum(path)
+
+
+PLACES = {
+    "a recipe": (["recipes", "{folder}/x.yaml"], "x.yaml"),
+    "a recipe that is extended": (["recipes", "{folder}/own.yaml"], "x.yaml"),
+    "a configuration": (["analyze", "{folder}"], "config.json"),
+    "weights": (["analyze", "{folder}"], "model.safetensors"),
+    "an array": (["analyze", "{folder}/x.npy"], "x.npy"),
+    "tokens": (["analyze", "{folder}/model.npy", "--tokens", "{folder}/x.bin"], "x.bin"),
+    "counts": (["analyze", "{folder}/model.npy", "--counts", "{folder}/counts.npy"], "counts.npy"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pipes_in_the_place_of_files(place, tmp_path):
+    arguments, name = PLACES[place]
+    (tmp_path / "own.yaml").write_text("extends: x.yaml\n")
+    np.save(tmp_path / "model.npy", np.ones((8, 4), np.float32))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    command = [word.format(folder=tmp_path) for word in arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "coupled_adam", *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "pipe or a device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ They are written in one way: beside their place under a hidden name, then rename
 """
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
@@ -128,6 +129,17 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def regular(path: Path) -> Path:
+    """The path of a file whose content has an end; everything that others bring is opened by it.
+
+    Raises:
+        OSError: it is a pipe, for which one would wait for ever, or a device.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
+    return path
+
+
 def read(path: Path, parse: Callable[[str], T]) -> T:
     """What ``parse`` makes of the text of a file that this package has written.
 
@@ -149,7 +161,7 @@ def read(path: Path, parse: Callable[[str], T]) -> T:
 def checksum(path: Path) -> str:
     """The SHA-256 of the content of a file."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with regular(path).open("rb", buffering=0) as file:
         while piece := file.read(2**22):
             digest.update(piece)
     return digest.hexdigest()

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.data.source import open_source
+from coupled_adam.lab.data.source import find_token_files, open_source
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.token_files import Tokens
 from text.test_token_files import ids, write_llm_c
@@ -169,14 +169,44 @@ def test_limits(tmp_path):
     np.testing.assert_array_equal(splits["test"][:], ids(500)[250:290])
 
 
+NAMES = {
+    "pretrain_{}.bin": True,
+    "retrieval_{}.bin": True,
+    "latest-{}-0001.bin": True,
+    "{}.bin": True,
+    "data.{}.01.bin": True,
+    "Evaluation_{}.bin": True,
+    "{}ing.bin": False,
+    "pre{}.bin": False,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("valid", ["val", "valid", "validation"])
+def test_the_word_of_a_split_stands_alone(name, valid, tmp_path):
+    """In names that contain one as a part of another word, as those of public projects do."""
+    for number, word in enumerate(("train", valid), 1):
+        ids(100 * number).tofile(tmp_path / name.format(word))
+    if not NAMES[name]:
+        with pytest.raises(UsageError, match="no file with the word"):
+            find_token_files(Data(tokens=str(tmp_path)), 300)
+        return
+    splits = find_token_files(Data(tokens=str(tmp_path)), 300)
+    lengths = {split: sum(file.length for file in files) for split, files in splits.items()}
+    assert lengths == {"train": 100, "valid": 100, "test": 100}
+    ids(50).tofile(tmp_path / f"train_{valid}.bin")
+    with pytest.raises(UsageError, match=f"train_{valid}.bin is named after two splits"):
+        find_token_files(Data(tokens=str(tmp_path)), 300)
+
+
 def test_missing_token_files(tmp_path):
     def refuses(message, folder=tmp_path):
         with pytest.raises(UsageError, match=rf"^data\.tokens={folder}.*{message}"):
             open_source(Data(tokens=str(folder)), 300)
 
     refuses("no such folder", tmp_path / "missing")
-    refuses(r"no file \*train\*.bin in it")
+    refuses(r"no file with the word train in its name")
     ids(100).tofile(tmp_path / "train.bin")
-    refuses(r"no file \*val\*.bin in it")
+    refuses(r"no file with the word val in its name")
     ids(100, "<u4").tofile(tmp_path / "val.bin")
     refuses("val.bin: every second number is 0")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from coupled_adam.embeddings.weights import SUFFIXES, Weights, open_file, readable
+from coupled_adam.files import regular
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
@@ -28,7 +29,7 @@ def open_model(source: str | Path, revision: str | None, is_wanted: Wanted) -> W
     path = Path(source)
     if path.is_dir():
         return _open_folder(path, is_wanted)
-    if path.is_file():
+    if path.exists():
         return open_file(path)
     if is_hub_id(str(source)) and path.suffix not in SUFFIXES:
         return _open_hub(str(source), revision, is_wanted)
@@ -179,5 +180,5 @@ def _open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
 
 def _json(path: Path) -> dict[str, Any]:
     with readable(f"{path}: not a JSON object"):
-        content: dict[str, Any] = {**json.loads(path.read_text(encoding="utf-8"))}
+        content: dict[str, Any] = {**json.loads(regular(path).read_text(encoding="utf-8"))}
     return content

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.errors import one_line
+from coupled_adam.files import regular
 from coupled_adam.runs import parse_step
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
@@ -67,7 +68,7 @@ def open_file(path: Path) -> Weights:
 
 def _known_format(path: Path) -> str:
     """What a file is and what to do, if people bring its format and it is not read here."""
-    with readable(f"{path}: cannot be read"), path.open("rb") as file:
+    with readable(f"{path}: cannot be read"), regular(path).open("rb") as file:
         start = file.read(4096)
     # By the content, since these files have any name.
     line = start.partition(b"\n")[0].rstrip()
@@ -115,7 +116,7 @@ def read_array(path: Path) -> NDArray[Any]:
     """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file."""
     with readable(f"{path}: not a .npy file of numbers"):
         # This function never unpickles, and compares the size of the file with its header.
-        array = np.lib.format.open_memmap(path, mode="c")
+        array = np.lib.format.open_memmap(regular(path), mode="c")
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
     return array

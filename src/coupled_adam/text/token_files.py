@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import resolved
+from coupled_adam.files import regular, resolved
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
@@ -82,7 +82,7 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
         UsageError: the file cannot be read, is truncated, or holds wider numbers.
     """
     try:
-        size = path.stat().st_size
+        size = regular(path).stat().st_size
         with path.open("rb") as file:
             start = file.read(2**16)
     except OSError as error:

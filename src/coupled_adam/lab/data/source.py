@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,21 +88,39 @@ def content_hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+# The word of a split stands alone: pretrain_val.bin is for validation, and latest.bin for nothing.
+_SPLIT_WORDS = {
+    split: re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+    for split, words in (("train", "train"), ("valid", "val|valid|validation"), ("test", "test"))
+}
+
+
 def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     """Find the token files of each split in the folder ``data.tokens``.
 
-    They are named ``*train*.bin``, ``*val*.bin`` and ``*test*.bin``; several files of a split are
-    sorted by name. Without test files, the second half of the validation tokens is the test split.
+    Their names have the word train, val (or valid, validation) or test, between characters that are
+    no letters, and end in ``.bin``; several files of a split are sorted by name. Without files for
+    the test, the second half of the validation tokens is the test split.
 
     Raises:
-        UsageError: a split has no files, or a file is truncated or in another format.
+        UsageError: a split has no files, a file is of two splits, or is truncated or in another
+            format.
     """
     folder = Path(str(data.tokens))
+    found: dict[str, list[Path]] = {split: [] for split in _SPLIT_WORDS}
+    for path in sorted(folder.glob("*.bin")):
+        of = [split for split, word in _SPLIT_WORDS.items() if word.search(path.stem)]
+        if len(of) > 1:
+            raise UsageError(f"{path} is named after two splits, {' and '.join(of)}: rename it")
+        for split in of:
+            found[split].append(path)
     splits: dict[str, list[TokenFile]] = {}
-    for split, word in (("train", "train"), ("valid", "val"), ("test", "test")):
-        paths = sorted(folder.glob(f"*{word}*.bin"))
+    for split, paths in found.items():
         if not paths and split != "test":
-            reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
+            word = {"valid": "val"}.get(split, split)
+            reason = "no such folder"
+            if folder.is_dir():
+                reason = f"no file with the word {word} in its name, such as {word}.bin, in it"
             raise UsageError(f"{folder}: {reason}")
         splits[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
     # nanoGPT writes no test split.

@@ -10,6 +10,7 @@ import json
 import re
 from pathlib import Path
 
+import memory_table
 import numpy as np
 import pytest
 from scipy import stats
@@ -1155,3 +1156,29 @@ def test_a_loss_names_its_model_and_steps(page):
         and not (re.search(r"\bsteps\b", block) and re.search(r"\d(M|\sparameters)\b", block))
     ]
     assert not nameless
+
+
+def test_what_a_reader_gains():
+    """Against AdamW as it is mostly used; and the memory of models that people train."""
+    usual = ("betas_longer", "adamw 0.9 0.95 n=0")
+    average, low, high = middle_and_interval(differences(LEAN_LONGER, usual, "documents"))
+    said(
+        "is # lower than that of AdamW at 0.9, 0.95 for all parameters (95 % interval # to #, five",
+        *(-average, -high, -low),
+        page=README,
+    )
+    sizes = json.loads((ROOT / "benchmarks/results/memory_table.json").read_text())
+    assert memory_table.markdown(sizes) in (ROOT / README).read_text()
+    gemma = sizes["Gemma 3 270M"]
+    said(
+        "AdamW keeps # GB of optimizer state, and `LEAN` # GB",
+        gemma["AdamW"] / 1e9,
+        gemma["LEAN"] / 1e9,
+        page=README,
+    )
+    # What the script says of a model, by its formulas: all that is not embeddings, twice
+    model = memory_table.build(memory_table.MODELS["GPT-2 124M"])
+    assert memory_table.state_bytes(model) == sizes["GPT-2 124M"]
+    table = model.get_input_embeddings().weight
+    rest = sum(p.numel() for p in model.parameters()) - table.numel()
+    assert sizes["GPT-2 124M"]["LEAN"] == 8 * rest + 4 * (50257 + 2 * 768)

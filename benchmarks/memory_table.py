@@ -1,0 +1,98 @@
+"""The optimizer state of models that people train, from their configurations; no weights are made.
+
+    python benchmarks/memory_table.py > benchmarks/results/memory_table.json
+
+Each model is built on the meta device from a configuration that is written out here, since the hub
+cannot be asked. States are in float32: AdamW's two moments of every parameter; LEAN's vectors for
+the embeddings and AdamW's moments for the rest; Muon's one moment of hidden matrices beside LEAN;
+and, where the head is not tied, LEAN with an input table of sparse gradients, which also has a
+gradient of the rows of a batch alone.
+"""
+
+import json
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from coupled_adam import embedding_parameters
+from coupled_adam.optim.param_groups import is_vector
+
+LLAMA: dict[str, Any] = {"model_type": "llama"}
+GEMMA: dict[str, Any] = {"model_type": "gemma3_text", "vocab_size": 262_144, "head_dim": 256}
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2 124M": {"model_type": "gpt2"},
+    "SmolLM2-135M": LLAMA
+    | {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "Gemma 3 270M": GEMMA
+    | {"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18}
+    | {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "Qwen3-0.6B": {"model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024}
+    | {"intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "Llama-3.2-1B": LLAMA
+    | {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192}
+    | {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"head_dim": 64, "tie_word_embeddings": True},
+    "Gemma 3 1B": GEMMA
+    | {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26}
+    | {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "Llama-3-8B": LLAMA
+    | {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
+    | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+
+
+def build(options: dict[str, Any]) -> PreTrainedModel:
+    """The model on the meta device."""
+    kind = options["model_type"]
+    own = {name: value for name, value in options.items() if name != "model_type"}
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **own))
+    return model
+
+
+def state_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters, those of embeddings, and the bytes of each optimizer's state."""
+    parameters = sum(p.numel() for p in model.parameters())
+    tables = embedding_parameters(model)
+    embeddings = sum(p.numel() for p in tables.values())
+    of_lean = sum(4 * (len(p) + 2 * p.shape[1]) for p in tables.values())
+    other_tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    hidden = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and p not in {*tables.values(), *other_tables} and not is_vector(name, p)
+    )
+    sizes = {
+        "parameters": parameters,
+        "embeddings": embeddings,
+        "AdamW": 8 * parameters,
+        "LEAN": 8 * (parameters - embeddings) + of_lean,
+        "Muon and LEAN": 8 * (parameters - embeddings) - 4 * hidden + of_lean,
+    }
+    if len(tables) > 1:  # 8 bytes a row of the input table, and a vector over its columns
+        (table,) = (p for name, p in tables.items() if "lm_head" not in name)
+        saved = 4 * (len(table) + 2 * table.shape[1]) - 8 * len(table) - 4 * table.shape[1]
+        sizes["LEAN, sparse input table"] = sizes["LEAN"] - saved
+        sizes["dense gradient of the input table"] = 4 * table.numel()
+    return sizes
+
+
+def markdown(sizes: dict[str, dict[str, int]], names: list[str] | None = None) -> str:
+    """The rows of the tables in README.md and docs/speed.md, in GB of 10^9 bytes."""
+    rows = []
+    for name, size in sizes.items():
+        if names is not None and name not in names:
+            continue
+        share = size["embeddings"] / size["parameters"]
+        cells = [name, f"{size['parameters'] / 1e6:,.0f}M", f"{share:.0%}".replace("%", " %")]
+        cells += [f"{size[kind] / 1e9:.2f}" for kind in ("AdamW", "LEAN", "Muon and LEAN")]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
+if __name__ == "__main__":
+    sizes_of_all = {name: state_bytes(build(options)) for name, options in MODELS.items()}
+    print(json.dumps(sizes_of_all, indent=1))

@@ -497,6 +497,18 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     assert list(recipe.arms) == ["adamw", "tuned", "coupled_adam", "lean-1", "lean-2"]
 
 
+@pytest.mark.parametrize("typed", ["###", "---", "no", "1e3", "my # text", r"\n\n", '"', "[a", "~"])
+def test_a_string_is_what_has_been_typed(typed):
+    """Whatever YAML would make of it: a comment, a document's end, a number or False."""
+    command = parsed(cli.load_command("compare"), [f"--data.separator={typed}"])
+    assert command.recipe_of(load_recipe("demo").to_dict()).data.separator == typed
+
+
+def test_null_is_no_string_where_there_may_be_none():
+    command = parsed(cli.load_command("compare"), ["--data.separator=null"])
+    assert command.recipe_of(load_recipe("demo").to_dict()).data.separator is None
+
+
 def test_a_text_takes_the_place_of_another_source(tmp_path):
     """With the keys that were of that source alone; those of any source stay."""
     hub = {"data.hub": "x", "data.shuffle_seed": 3, "data.valid_split": "valid"}

@@ -63,6 +63,37 @@ def test_separators_across_chunks(chunks, separator):
     assert list(separated(chunks, separator)) == "".join(chunks).split(separator)
 
 
+@pytest.mark.parametrize("typed", ["\n\n", r"\n\n", "\r\n\r\n"])
+def test_a_separator_as_a_shell_passes_it_on(typed, tmp_path):
+    """With a backslash and an n, or with the ends of lines of the file, which are read as one."""
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\ntwo\r\n\r\nthree")
+    assert [text for text in documents(tmp_path, typed) if text] == ["one", "two", "three"]
+
+
+def test_a_separator_that_never_occurs(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    with pytest.raises(UsageError, match=r"the separator '<\|end\|>' never occurs in it"):
+        list(documents(tmp_path, "<|end|>"))
+    (tmp_path / "b.txt").write_text("one<|end|>two")  # one file of the folder is enough
+    assert len(list(documents(tmp_path, "<|end|>"))) == 3
+
+
+def test_a_long_document_is_not_searched_again_and_again():
+    """Each chunk is looked at once: what is kept for the next is shorter than the separator."""
+    kept = []
+
+    class Chunk(str):
+        __slots__ = ()
+
+        def __radd__(self, end):
+            kept.append(len(end))
+            return end + str(self)
+
+    chunks = ["ab" * 500] * 20
+    assert list(separated(map(Chunk, chunks), "|-|")) == ["".join(chunks)]
+    assert kept == [0] + [2] * 19
+
+
 def test_every_format_gives_the_same_documents(texts, tmp_path):
     plain = "\n\n".join(texts).encode()
     lines = json_lines(texts).encode()

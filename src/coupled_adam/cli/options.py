@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.errors import UsageError, did_you_mean
-from coupled_adam.fields import Count, require
+from coupled_adam.fields import Count, require, sections
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.runs import COMPARISON, CONFIG
 
@@ -96,7 +98,7 @@ class RunOptions(DeviceOption, Execution):
         Raises:
             UsageError: they are not valid, or would execute code that the user has not named.
         """
-        from coupled_adam.lab.recipe import read_yaml, recipe_from, with_values
+        from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from, with_values
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
@@ -109,7 +111,11 @@ class RunOptions(DeviceOption, Execution):
             values["data.text"] = os.path.realpath(self.text)
         if self.variant is not None:
             values["variant"] = self.variant
-        values |= {key: read_yaml(text, f"--{key}") for key, text in self.keys.items()}
+        for key, text in self.keys.items():
+            # What is a string is what has been typed, whatever YAML would make of it.
+            kinds = _kinds(Recipe, key)
+            is_text = str in kinds and not (text == "null" and type(None) in kinds)
+            values[key] = text if is_text else read_yaml(text, f"--{key}")
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
         is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
@@ -153,3 +159,14 @@ def arm_name(name: str, recipe: Recipe) -> str:
     hint = did_you_mean(name, recipe.arms)
     require(name in recipe.arms, f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
     return name
+
+
+def _kinds(cls: type[Any], key: str) -> set[Any]:
+    """The types that a key of a recipe may have, such as str and None; empty if it is not known."""
+    name, _, inner = key.partition(".")
+    if inner:
+        section = sections(cls).get(name)
+        return set() if section is None else _kinds(section, inner)
+    kind = typing.get_type_hints(cls).get(name)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    return {*typing.get_args(kind)} if is_union else {kind}

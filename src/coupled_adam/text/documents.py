@@ -41,21 +41,28 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
     Args:
         path: a file or a folder, as for :func:`text_files`. A file with an unknown ending is read
             as plain text; upper and lower case are alike.
-        separator: the text between two documents of plain text; None cuts it into passages.
+        separator: the text between two documents of plain text; None cuts it into passages. It is
+            searched for :func:`as_understood`.
         column: the column, or the key in JSON, that holds the text of a table.
 
     Raises:
-        UsageError: a file cannot be read, or there is no text; the message begins with a path.
+        UsageError: a file cannot be read, there is no text, or the separator never occurs in plain
+            text; the message begins with a path.
     """
-    empty = True
+    empty, occurs = True, separator is None
+    searched = None if separator is None else as_understood(separator)
     for file in text_files(path):
+        occurs |= _format(file) in TABLES
         with _readable(file):
-            for document in _file_documents(file, separator, column):
+            for number, document in enumerate(_file_documents(file, searched, column)):
+                occurs |= number > 0
                 if document and not document.isspace():
                     empty = False
                     yield document
     if empty:
         raise UsageError(f"{path}: there is no text in it")
+    if not occurs:
+        raise UsageError(f"{path}: the separator {searched!r} never occurs in it")
 
 
 def text_files(path: Path) -> list[Path]:
@@ -115,12 +122,25 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
 
 def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
     """Split a stream of text at a separator, which may lie across two chunks."""
-    # What follows the last separator may go on, and may end with a half of the next one.
-    remainder = ""
+    begun: list[str] = []  # of a document, whose end is not known yet
+    end = ""  # of the chunks so far, where a separator may have begun
     for chunk in chunks:
-        *complete, remainder = (remainder + chunk).split(separator)
-        yield from map(str.strip, complete)
-    yield remainder.strip()
+        *complete, last = (end + chunk).split(separator)
+        if complete:
+            yield "".join([*begun, complete[0]]).strip()
+            yield from map(str.strip, complete[1:])
+            begun = []
+        cut = max(len(last) - len(separator) + 1, 0)
+        begun.append(last[:cut])
+        end = last[cut:]
+    yield "".join([*begun, end]).strip()
+
+
+def as_understood(separator: str) -> str:
+    r"""A separator as it is searched for: \n and \t, as a shell passes them on, and newlines."""
+    for written, meant in (("\\n", "\n"), ("\\t", "\t"), ("\r\n", "\n"), ("\r", "\n")):
+        separator = separator.replace(written, meant)
+    return separator
 
 
 def batched(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:

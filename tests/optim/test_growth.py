@@ -111,7 +111,10 @@ def test_with_adapters():
     """PEFT's model has other names, of which the optimizer was built; they stay."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
-        gpt2(), peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["wte", "lm_head"])
+        gpt2(),
+        peft.LoraConfig(
+            target_modules=["c_attn"], modules_to_save=["wte", "lm_head"], fan_in_fan_out=True
+        ),
     )
     optimizer = CoupledAdamW(model, lr=1e-2, embeddings="lean")
     take_steps(model, optimizer, range(2))

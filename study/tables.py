@@ -27,7 +27,7 @@ from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
 from . import rate, referee
-from .questions import QUESTIONS, RATES
+from .questions import QUESTIONS, RATES, SECOND_SETTINGS
 from .rows import (
     BEST,
     LABELS,
@@ -36,6 +36,7 @@ from .rows import (
     Group,
     Line,
     between,
+    by_seed,
     cell,
     dagger,
     results,
@@ -397,6 +398,36 @@ def _geometric() -> Table:
     return table([lines], ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank"))
 
 
+def _screening() -> Table:
+    """How far the validation loss of what is tried is above that of the second edition's base."""
+    labels = {
+        "adamw 0 0.999": "AdamW, 0, 0.999",
+        "adamw 0 0.999 decay=0.02": "AdamW, 0, 0.999, embeddings decay by 0.02",
+        "first 0 0.99": "LEAN's first edition, β₂ = 0.99",
+        "weighted 0 0.999": "columns weighted by the rows",
+        "lean2 0 0.99": "β₂ = 0.99",
+        "lean2 0 tokens": "β₂ by the tokens of a step",
+        "lean2 0 0.999 a=0.5": "a = 0.5",
+        "lean2 0 0.999 a=1": "a = 1",
+        "lean2 0 0.999 free": "updates need not sum to zero",
+        "lean2 0 0.999 decay=0.01": "embeddings decay by 0.01",
+        "lean2 0 0.999 decay=0.02": "embeddings decay by 0.02",
+    }
+
+    def losses(name: str) -> NDArray[np.float64]:
+        """The one of each setting, NaN if it has not been run."""
+        lines = [Line("", "screening", f"{setting} {name}") for setting in SECOND_SETTINGS]
+        return np.array([next(iter(by_seed(x, "valid_loss").values()), np.nan) for x in lines])
+
+    base = losses("lean2 0 0.999")
+    table_rows = []
+    for name, label in labels.items():
+        above = losses(name) - base
+        cells = ["" if np.isnan(x) else f"{x:+.3f}" for x in (*above, np.nanmean(above))]
+        table_rows.append([label, *cells])
+    return Table(["", *SECOND_SETTINGS, "on average"], table_rows)
+
+
 def _switching() -> Table:
     lines = [
         Line("AdamW, then Coupled Adam", "switching", "switched"),
@@ -583,6 +614,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "wider": _wider,
     "wider_pairs": _wider_pairs,
     "geometric": _geometric,
+    "screening": _screening,
     "rate": rate.table,
     "rate_costs": rate.costs,
 }

@@ -648,6 +648,30 @@ def test_the_second_edition():
     said("is lower, by # on average; it was written", -np.mean(higher), page=STUDY)
 
 
+def test_the_screening():
+    """Each cell is a difference of two runs, in the four settings of the header."""
+    header, lines = rows("screening")
+    assert header[1:] == ["1.2M", "1k", "2400 steps", "64k", "on average"]
+    names = {
+        "AdamW, 0, 0.999": "adamw 0 0.999",
+        "a = 0.5": "lean2 0 0.999 a=0.5",
+        "embeddings decay by 0.02": "lean2 0 0.999 decay=0.02",
+        "β₂ = 0.99": "lean2 0 0.99",
+    }
+    cells = {row[0]: row[1:] for row in lines}
+    for label, name in names.items():
+        above = [
+            seeds("screening", f"{setting} {name}", "valid")[11]
+            - seeds("screening", f"{setting} lean2 0 0.999", "valid")[11]
+            for setting, cell in zip(header[1:], cells[label][:4], strict=False)
+            if cell
+        ]
+        shown = [cell for cell in cells[label][:4] if cell]
+        assert len(shown) >= 3
+        for cell, value in zip([*shown, cells[label][4]], [*above, np.mean(above)], strict=True):
+            shows(cell, value)
+
+
 def test_wider():
     """Each cell of the wider model's table, its differences, and what other pages take from it."""
     for label, *losses, n, test, norm, number in rows("wider", WIDER)[1]:

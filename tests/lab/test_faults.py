@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -29,6 +30,7 @@ from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.execution import Execution
+from coupled_adam.lab.training.folder import check_folder
 from coupled_adam.lab.training.train import train
 from laboratory import EXACT, FAULTY, LONG, SHORT, close, snapshot
 from processes import Process
@@ -429,6 +431,19 @@ def damages(path):
         if isinstance(value, dict):
             for inner in value:
                 yield before + json.dumps({**content, key: {**value, inner: [{}]}}) + "\n"
+
+
+def test_merges_of_merges_in_the_config_of_a_run(trained, tmp_path):
+    """They would keep `train --resume` busy before it says that this is another run."""
+    run = dataclasses.replace(read_run(trained[0]), folder=tmp_path)
+    names = "abcdefghij"
+    merges = (
+        f"{name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n"
+        for before, name in itertools.pairwise(names)
+    )
+    (tmp_path / "config.yaml").write_text("a: &a {k1: 1, k2: 2}\n" + "".join(merges))
+    with pytest.raises(UsageError, match=r"config\.yaml is damaged .*it merges too many keys"):
+        check_folder(run)
 
 
 FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]

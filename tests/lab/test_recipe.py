@@ -435,12 +435,20 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path):
     assert load_recipe(str(tmp_path / "again.yaml")).name == "again"
 
 
+def test_a_key_that_is_merged_may_be_given_again():
+    """As YAML allows; also where a mapping that does so is merged itself."""
+    text = "slow: &slow {<<: {lr: 1}, lr: 2}\nfast: {<<: *slow, lr: 3}"
+    assert read_yaml(text, "it") == {"slow": {"lr": 2}, "fast": {"lr": 3}}
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "name: x\ntraining: {lr: 1}\nname: y",
         "name: x\ntraining: {lr: 1, lr: 2}",
         "arms: {adamw: {optimizer: adamw, beta1: 0.1, beta1: 0.9}}",
+        "training: {<<: {lr: 0.01, lr: 0.5}}",
+        "training: {<<: [{lr: 0.01, lr: 0.5}]}",
     ],
 )
 def test_a_key_that_is_given_twice(text, tmp_path):

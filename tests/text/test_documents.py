@@ -78,6 +78,24 @@ def test_a_separator_that_never_occurs(tmp_path):
     assert len(list(documents(tmp_path, "<|end|>"))) == 3
 
 
+@pytest.mark.parametrize("name", ["a.jl", "part-00000", "a.jsonl.bak", "a.jsonlines.gz"])
+def test_json_lines_by_another_name(name, tmp_path):
+    """Braces and quotes are no text to train on."""
+    compress = COMPRESSIONS.get(f".{name.rpartition('.')[2]}", bytes)
+    (tmp_path / name).write_bytes(compress(b'{"text": "a b c"}\n{"text": "d e f"}\n'))
+    for separator in (None, "e"):
+        with pytest.raises(UsageError, match=rf"{name}: its first line .* rename it to end in \.j"):
+            list(documents(tmp_path / name, separator))
+
+
+def test_what_only_begins_like_json_is_text(tmp_path):
+    for text in ("{a line of text}\nand one more", "[1, 2]", "{"):
+        (tmp_path / "a").write_text(text)
+        assert list(documents(tmp_path / "a")) == [text]
+    (tmp_path / "a.txt").write_text("{}\nwhere the name says so")
+    assert len(list(documents(tmp_path / "a.txt"))) == 1
+
+
 def test_a_long_document_is_not_searched_again_and_again():
     """Each chunk is looked at once: what is kept for the next is shorter than the separator."""
     kept = []

@@ -198,7 +198,9 @@ def recipe_from(values: Any, source: str) -> Recipe:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML's own loader ignores the first."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as it is written, before others are merged into it, or it into others."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         there = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
@@ -206,7 +208,7 @@ class _Loader(yaml.SafeLoader):
                     line = key.start_mark.line + 1
                     raise ValueError(f"line {line}: the key {key.value} is given a second time")
                 there.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
+        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merge the mappings that the keys ``<<`` name."""

@@ -3,6 +3,7 @@
 import bz2
 import csv
 import gzip
+import itertools
 import json
 import lzma
 import sys
@@ -185,10 +186,27 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
             for row in _json_rows(lines) if delimiter is None else _csv_rows(lines, delimiter):
                 _check_column(row, column)
                 yield _text(row[column], column)
-        elif separator is None:
-            yield from passages(lines)
+            return
+        first = next(lines, "")
+        if kind not in PLAIN and _is_json_object(first):
+            raise UsageError(
+                "its first line is a JSON object: rename it to end in .jsonl if each line is one, "
+                "and in .txt if it is plain text"
+            )
+        text = itertools.chain([first], lines)
+        if separator is None:
+            yield from passages(text)
         else:  # in large chunks, as most lines have no separator
-            yield from separated(map("".join, batched(lines, 2**20, len)), separator)
+            yield from separated(map("".join, batched(text, 2**20, len)), separator)
+
+
+def _is_json_object(line: str) -> bool:
+    if not line.lstrip().startswith("{"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -232,7 +250,8 @@ def _text(value: Any, column: str) -> str:
 def _check_column(names: Iterable[str], column: str) -> None:
     if column not in names:
         raise UsageError(
-            f"column={column!r} is not among its columns: {did_you_mean(column, names)}"
+            f"column={column!r} is not among its columns: {did_you_mean(column, names)}; in a "
+            "recipe, data.column chooses it"
         )
 
 

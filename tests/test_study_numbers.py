@@ -670,6 +670,16 @@ def test_the_screening():
         assert len(shown) >= 3
         for cell, value in zip([*shown, cells[label][4]], [*above, np.mean(above)], strict=True):
             shows(cell, value)
+    # What is said below the table
+    assert max(float(cell) for cell in cells["embeddings decay by 0.02"][:4]) < 0
+    assert float(cells["embeddings decay by 0.02"][4]) < -0.004
+    with_decay, without = (
+        float(cells[f"AdamW, 0, 0.999{name}"][4]) for name in (", embeddings decay by 0.02", "")
+    )
+    assert with_decay < without - 0.004
+    exponent = [float(cell) for cell in cells["a = 0.5"][:4]]
+    assert max(exponent[:3]) < 0
+    assert exponent[3] > 1
 
 
 def test_wider():

@@ -107,6 +107,8 @@ def test_rows_added_in_place():
 
 
 @pytest.mark.filterwarnings("ignore:Model has")  # tied weights, which PEFT unties
+@pytest.mark.slow  # with the packages of tests/frameworks
+@pytest.mark.filterwarnings("ignore")  # warnings are PEFT's
 def test_with_adapters():
     """PEFT's model has other names, of which the optimizer was built; they stay."""
     peft = pytest.importorskip("peft")

@@ -74,7 +74,7 @@ def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
     rows, t = table.touched, scalars.t
     # 1. The rows, with r as it would be after the step before
     r = table.row_exp_avg_sq[rows]
-    was_active = (r != 0) & (r != torch.inf)
+    active_before = count_of(r)
     r = decayed(r, table.row_step[rows], t, table.beta2)
     part = replace(table, param=table.param[rows], row_exp_avg_sq=r, touched=None, row_step=None)
     if (noise := scalars.noise) is not None:  # each row has its own, wherever it lies
@@ -87,7 +87,7 @@ def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
     now = t.to(torch.int32) if isinstance(t, Tensor) else int(t)
     table.row_step.index_fill_(0, rows, now)
     # 3. The rows that began to move, less those that stopped
-    total[-1] -= was_active.sum()
+    total[-1] -= active_before
     return total
 
 

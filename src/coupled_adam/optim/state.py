@@ -24,6 +24,7 @@ from coupled_adam.optim.options import (
     is_lean,
     warn_of_momentum,
 )
+from coupled_adam.optim.row_sparse import count_of
 from coupled_adam.optim.warn import warn
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
@@ -367,7 +368,7 @@ def _fit_row_steps(group: Group, index: int, state: dict[str, Tensor]) -> None:
     if ROW_STEP not in state:
         r, steps = state[ROW_MOMENT], int(state["step"])
         state[ROW_STEP] = torch.full((len(p),), steps, dtype=torch.int32, device=p.device)
-        state[ROW_COUNT] = ((r != 0) & (r != math.inf)).sum()
+        state[ROW_COUNT] = count_of(r)
     _check_sparse(group, index)
     for name, shape, dtype in (
         (ROW_STEP, torch.Size([len(p)]), torch.int32),

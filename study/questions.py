@@ -608,6 +608,22 @@ def _screening() -> dict[str, Entry]:
     }
 
 
+def _first_page() -> dict[str, Entry]:
+    """The README's lines, at the core's betas of torch and at those of most published recipes."""
+    lines = {
+        "adamw": (ADAMW, "first_page:BEFORE"),
+        "line": ({"optimizer": "lean"}, "first_page:AFTER"),
+    }
+    return {
+        f"{steps} steps {line} 0.9 {beta2:g}": Entry(
+            options, {**_few_steps(steps), "training.betas": [0.9, beta2]}, variant
+        )
+        for steps in (600, 2400, 9768)
+        for beta2 in (0.999, 0.95)
+        for line, (options, variant) in lines.items()
+    }
+
+
 def _geometric() -> dict[str, Entry]:
     """The geometric mean alone, beside LEAN as it was, with the same beta2."""
     tried = _second(SECOND_SETTINGS["1.2M"], 16.0)
@@ -805,6 +821,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "rate_rule": _rate_rule(RATE_SETTINGS),
     # Another text: run with more Wikipedia articles instead of TEXT.
     "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
+    "first_page": _first_page(),
     "geometric": _geometric(),
     "screening": _screening(),
     "width": _widths(),
@@ -816,7 +833,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
-SECOND_EDITION = ("geometric", "screening")
+SECOND_EDITION = ("first_page", "geometric", "screening")
 """Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
 ON_A_GPU = ("10M",)
@@ -825,6 +842,7 @@ ON_A_GPU = ("10M",)
 UNFINISHED = (
     "10M",
     "ember_and_free",
+    "first_page",
     "geometric",
     *(
         name

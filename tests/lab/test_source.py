@@ -1,9 +1,12 @@
 """The sources that a recipe names: texts, token files, and data sets as the hub has them."""
 
+import dataclasses
+import http.server
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pydoc_data.topics import topics
 
 import datasets
@@ -89,6 +92,62 @@ def test_hub_errors(options, message, hub_folder):
         read(Data(hub=str(hub_folder), **options))
     assert str(caught.value).startswith(f"data.hub={hub_folder}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_of_a_script(tmp_path):
+    """Which ``datasets`` has not run since its version 4."""
+    folder = tmp_path / "mytext"  # a script has the name of its data set
+    folder.mkdir()
+    (folder / "mytext.py").write_text("raise SystemExit('this must not be run')\n")
+    data = Data(hub=str(folder), hub_otherwise="take the other one")
+    with pytest.raises(UsageError, match=r"a script makes its text.*Otherwise, take the other one"):
+        read(data)
+
+
+def test_a_part_is_not_taken_for_the_whole(tmp_path, texts):
+    """The hub's own copies in Parquet end at 5 GB, in folders of such names."""
+    (part := tmp_path / "plain_text" / "partial-train").mkdir(parents=True)
+    parquet.write_table(pa.table({"text": [*texts, " "]}), part / "0000.parquet")
+    with pytest.warns(UserWarning, match="only a part of it, in the folder partial-train"):
+        assert read(Data(hub=str(tmp_path))) == texts
+    with pytest.raises(UsageError, match=r"only a part of it.*--data.hub_documents null"):
+        next(open_source(Data(hub=str(tmp_path), hub_documents=99), 300).documents["train"])
+    # A recipe that needs fewer tokens may find enough of them in a part.
+    few = Data(hub=str(tmp_path), hub_documents=99, max_tokens=10)
+    assert next(open_source(few, 300).documents["train"]) == texts[0]
+    with pytest.raises(UsageError, match=f"it has {len(texts) + 1} documents, and .* has 99"):
+        read(few)
+    assert read(dataclasses.replace(few, hub_documents=len(texts) + 1)) == texts
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """A hub on which nothing is found: neither a data set nor, of "me/there", the revision."""
+
+    def do_GET(self):
+        self.send_response(404)
+        code = "RevisionNotFound" if "/me/there" in self.path else "RepoNotFound"
+        self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("me/there", "not this revision"), ("me/gone", "nothing of this name on the hub")],
+)
+def test_what_the_hub_does_not_have(name, reason, tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
+        said = run(READ, name, HF_ENDPOINT=endpoint, HF_HOME=tmp_path)
+        hub.shutdown()
+    assert reason in said
+    assert "--text FILE" in said
+    assert said.count("\n") == 1
 
 
 READ = """

@@ -105,9 +105,11 @@ class RunOptions(DeviceOption, Execution):
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
-        if self.text is not None:
+        # A source of text takes the place of the recipe's, with all that is said of that one.
+        if self.text is not None or any(f"data.{source}" in self.keys for source in SOURCES):
             for source, keys in SOURCES.items():
                 values |= dict.fromkeys(f"data.{key}" for key in (source, *keys))
+        if self.text is not None:
             values["data.text"] = os.path.realpath(self.text)
         if self.variant is not None:
             values["variant"] = self.variant

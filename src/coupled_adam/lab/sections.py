@@ -71,7 +71,15 @@ class Model:
 
 SOURCES = {
     "text": (),
-    "hub": ("hub_config", "hub_revision", "valid_split", "test_split", "shuffle_seed"),
+    "hub": (
+        "hub_config",
+        "hub_revision",
+        "hub_documents",
+        "hub_otherwise",
+        "valid_split",
+        "test_split",
+        "shuffle_seed",
+    ),
     "tokens": ("token_dtype",),
 }
 """The keys of :class:`Data` that name a source, and those that are of no use without it."""
@@ -86,6 +94,9 @@ class Data:
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
     hub_config: the configuration of the data set, if it has several.
     hub_revision: the branch, tag or commit of the data set.
+    hub_documents: the number of rows that the whole of ``train_split`` has; fewer are an error,
+        unless ``max_tokens`` is reached before. Null does not ask.
+    hub_otherwise: what to give where the data set cannot be read, for the message.
     train_split: the split of the data set that is trained on.
     valid_split: its split for validation; null takes a share of the documents, ``held_out``.
     test_split: its split for the test; null takes a share of the documents, ``held_out``.
@@ -105,6 +116,8 @@ class Data:
     hub: str | None = None
     hub_config: str | None = None
     hub_revision: str | None = None
+    hub_documents: Count | None = None
+    hub_otherwise: str | None = None
     train_split: str = "train"
     valid_split: str | None = None
     test_split: str | None = None

@@ -48,8 +48,14 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
 
 def hub_error(error: BaseException) -> str:
     """Why something could not be read from the hub, on one line."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors
 
     if constants.is_offline_mode():
         return "the Hugging Face hub cannot be reached, and this is not in its cache here"
+    if isinstance(error, errors.GatedRepoError):  # which is a RepositoryNotFoundError, too
+        return "accept its conditions on the hub, and log in: hf auth login"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has it, but not this revision"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is nothing of this name on the hub, or it is private: hf auth login"
     return f"{type(error).__name__}: {one_line(error, 300)}"

@@ -33,7 +33,7 @@ from coupled_adam.runs import COUNTS
 from coupled_adam.text.token_files import TokenFile, Tokens
 
 # The settings of a recipe's data that count by what is found there, not by their values.
-_BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
+_BY_CONTENT = ("text", "hub", "hub_revision", "hub_otherwise", "tokens", "tokenizer")
 _FACTS = "corpus.json"
 _LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
 

@@ -5,12 +5,14 @@ import hashlib
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
+from coupled_adam.fields import require
 from coupled_adam.files import checksum
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import column_texts, documents, text_files, visible_files
@@ -169,24 +171,35 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
 
 
 def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str]:
-    from datasets import load_dataset  # this import takes a second
+    from datasets import load_dataset_builder  # this import takes a second
 
     with _hub_errors(data):
+        builder = load_dataset_builder(str(data.hub), data.hub_config, revision=revision)
+        whole = data.hub_documents if split == data.train_split else None
+        # The hub's own copies in Parquet end at 5 GB, in a folder such as partial-train.
+        files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
+        folder = next((Path(file).parent.name for file in files if "/partial-" in file), None)
+        if folder is not None and data.max_tokens is None:
+            cut = f"its copy is only a part of it, in the folder {folder}"
+            require(whole is None, f"{cut}. {_HOW_TO_TAKE_PART}")
+            warnings.warn(f"data.hub={data.hub}: {cut}", stacklevel=2)
         # Streamed: max_tokens may need only a small part of a data set of terabytes.
-        rows = load_dataset(
-            data.hub, data.hub_config, split=split, revision=revision, streaming=True
-        )
+        rows = builder.as_streaming_dataset(split=split)
         if data.shuffle_seed is not None:
             rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
-        empty = True
+        count, empty = 0, True
         # As Arrow's tables, so that other columns are not converted; short ones, as not all of a
         # text may be needed.
         tables = rows.with_format("arrow").iter(batch_size=100)
-        for text in filter(str.strip, column_texts(tables, data.column)):
-            empty = False
-            yield text
-        if empty:
-            raise UsageError("there is no text in it")
+        for text in column_texts(tables, data.column):
+            count += 1
+            if text.strip():
+                empty = False
+                yield text
+        require(not empty, "there is no text in it")
+        if whole is not None:
+            cut = f"it has {count:,} documents, and the whole has {whole:,}. {_HOW_TO_TAKE_PART}"
+            require(count >= whole, cut)
 
 
 @contextmanager
@@ -195,11 +208,22 @@ def _hub_errors(data: Data) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"data.hub={data.hub}: {error}") from None
+        raise UsageError(f"data.hub={data.hub}: {error}{_otherwise(data)}") from None
     except Exception as error:
         is_here = Path(str(data.hub)).exists()
         reason = one_line(error, 300) if is_here else hub_error(error)
+        if "scripts are no longer supported" in str(error):
+            reason = "a script makes its text, which is not run: give a revision with Parquet files"
+            reason += "" if is_here else ", such as --data.hub_revision refs/convert/parquet"
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({reason}): check its name, config, revision and "
-            "splits, and that the hub can be reached"
+            f"data.hub={data.hub} cannot be read ({reason}).{_otherwise(data)}"
         ) from None
+
+
+_HOW_TO_TAKE_PART = "To train on a part of it, add --data.hub_documents null."
+
+
+def _otherwise(data: Data) -> str:
+    """What else can be given, for the end of a message."""
+    named = f" Otherwise, {data.hub_otherwise}." if data.hub_otherwise else ""
+    return f"{named} Files of your own: --text FILE, or --data.tokens FOLDER."

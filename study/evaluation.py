@@ -18,7 +18,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets, measures
 from coupled_adam.lab.evaluation.load_model import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
-from coupled_adam.lab.reporting.plots import fit_proportional
+from coupled_adam.lab.reporting.statistics import fit_proportional
 from coupled_adam.lab.run import Run
 from coupled_adam.runs import MODEL
 from coupled_adam.text.tokenizers import load_tokenizer

@@ -209,6 +209,10 @@ def test_scaled_and_sgd_arms():
     factors = [arm.lr_factor for arm in sgd.arms.values() if arm.optimizer == "sgd"]
     assert factors == [100, 200, 300, 400, 500, 600]
     assert sgd.arms["sgd_f300"].label == "SGD, f = 300"
+    # The same rates in small
+    small = load_recipe("tiny-sgd")
+    rates = [arm.lr_factor * small.training.lr for arm in small.arms.values()]
+    assert rates[2:] == pytest.approx([factor * sgd.training.lr for factor in factors])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "coupled_adam"])

@@ -22,11 +22,11 @@ from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import override
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.figures import draw_all, overview
+from coupled_adam.lab.reporting.figures import _best_arms, draw_all, overview
 from coupled_adam.lab.reporting.frame import frame_of, read_runs
-from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results, footnotes
+from coupled_adam.lab.reporting.statistics import fit_proportional
 from coupled_adam.lab.run import Run
 from laboratory import snapshot
 
@@ -340,6 +340,15 @@ def test_bold(recipe):
     assert "better than AdamW, or AdamW better than the only other optimizer, by" in note
     rows = arm_results(frame_of_losses(recipe, LOSSES), bold="all")
     assert rows[1].metrics["test_loss"].p is not None
+    # Single runs, as in Table 2, have no test; of equal ones none is bold.
+    assert bold({"adamw": [3.0], "coupled_adam": [2.9]}, bold="value") == (
+        ["coupled_adam"],
+        "One seed, so neither deviation nor test. Bold: the best value.",
+    )
+    assert bold({"adamw": [3.0], "coupled_adam": [3.0]}, bold="value")[0] == []
+    arms, note = bold(three, bold="value")
+    assert arms == ["coupled_adam"]
+    assert "Bold: the best mean, without a test; the sentences" in note
 
 
 def test_a_report_is_told_what_is_bold(comparison):
@@ -507,6 +516,19 @@ def test_a_damaged_run_is_named(comparison):
     assert len(read_runs([comparison])[0]) == 6
 
 
+def test_the_fit_of_fig_4_is_in_the_tables(comparison):
+    """In runs.csv, where there are second moments; here they are 20 times the probability."""
+    report([comparison], comparison / "report")
+    rows = csv.DictReader(io.StringIO((comparison / "report" / "runs.csv").read_text()))
+    keys = ("second_moment_A", "second_moment_r_squared", "second_moment_A_of_logarithms")
+    for row in rows:
+        fit = [row[key] for key in keys]
+        if row["arm"] == "adamw":
+            assert [*map(float, fit)] == pytest.approx([20, 1, 20])
+        else:
+            assert fit == ["", "", ""]
+
+
 def test_models_may_be_gone(comparison):
     """The numbers suffice for a table; only pictures of models need the models."""
     for model in comparison.rglob("model"):
@@ -548,6 +570,28 @@ def test_several_recipes_and_sweeps(tmp_path, recipe):
     for name in ("scale", "scale_measures", "sgd", "sgd_measures", "loss_against_tokens", "map"):
         assert pictures[name].png.startswith(b"\x89PNG")
     assert "accuracy_against_tokens" not in pictures
+
+
+def test_app_g_is_by_optimizer(tmp_path, recipe):
+    """Whatever the arms are called, LEAN included; of a sweep the best in validation."""
+    arms = {
+        "usual": {"optimizer": "adamw"},
+        "ours": {"optimizer": "lean"},
+        **{f"n{n}": {"optimizer": "coupled_adam", "second_moment_scale": 2.0**-n} for n in (1, 2)},
+        "f100": {"optimizer": "sgd", "lr_factor": 100},
+    }
+    short = override(recipe, {"arms": arms})
+    for experiment in (short, override(short, {"name": "longer", "training.steps": 80})):
+        for arm in arms:
+            run = make_run(tmp_path / experiment.name, experiment, arm, 1, 3.0)
+            if arm == "n1":  # the better one
+                log = run / "metrics.jsonl"
+                log.write_text(log.read_text().replace('valid_loss": 5.0', 'valid_loss": 4'))
+    (picture,) = (p for p in draw_all(read_runs([tmp_path])[0]) if "loss_against" in p.file)
+    (axes,) = picture.figure.axes
+    _, labels = axes.get_legend_handles_labels()
+    assert {label.split(",")[0] for label in labels} == {"AdamW", "LEAN", "Coupled Adam"}
+    assert _best_arms(read_runs([tmp_path])[0]).arm.unique().tolist() == ["usual", "n1", "ours"]
 
 
 def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):

@@ -21,12 +21,12 @@ class Options:
     folders: folders with runs in them.
     out: the report's folder, whose report is replaced (default: report in the first DIR).
     bold: make values bold that are better than AdamW's, or than those of all other arms, as in the
-        paper's Table 7.
+        paper's Table 7; "value" is the best value without a test, for single runs, as in Table 2.
     """
 
     folders: list[Path] = field(metadata={"metavar": "DIR"})
     out: Path | None = None
-    bold: Literal["adamw", "all"] = "adamw"
+    bold: Literal["adamw", "all", "value"] = "adamw"
 
 
 def run(options: Options) -> None:

@@ -94,8 +94,8 @@ def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
         pictures["second_moment"] = (
             partial(plots.plot_second_moment, run=with_moments[0]),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
-            "unigram probability p̃, and A p̃ fitted to the logarithms (after Fig. 4 of arXiv "
-            "2502.08441).",
+            "unigram probability p̃, and two fits of A p̃: to the numbers, of which the paper gives "
+            "R², and to their logarithms (after Fig. 4 of arXiv 2502.08441).",
         )
     # The two sweeps of the paper, if more than one value has been tried.
     scaled, sgd = "Scaled Coupled Adam (Sec. 6.1)", "SGD for the embeddings (Table 7)"
@@ -129,17 +129,32 @@ def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFram
     return runs.assign(x=x).sort_values("x")
 
 
+def _best_arms(frame: pd.DataFrame) -> pd.DataFrame:
+    """The runs of one arm for each experiment and optimizer, as more lines cannot be told apart.
+
+    It is the arm with the lowest validation loss; without one in its logs, the first.
+    """
+    compared = frame[frame.optimizer.isin(["adamw", "coupled_adam", "lean"])]
+    keys = ["experiment", "optimizer", "setup"]
+    loss = compared.groupby(keys, sort=False).valid_loss.transform("mean").fillna(np.inf)
+    # The first row of the lowest loss names the arm.
+    order = compared.assign(mean_valid_loss=loss).sort_values("mean_valid_loss", kind="stable")
+    chosen = order.drop_duplicates(["experiment", "optimizer"])
+    is_chosen = compared[keys].apply(tuple, axis=1).isin(chosen[keys].apply(tuple, axis=1))
+    return compared[is_chosen.astype(bool)]
+
+
 def _across(frame: pd.DataFrame) -> dict[str, Draw]:
     """The pictures that compare experiments, by file name."""
     pictures: dict[str, Draw] = {}
-    # The two arms that all experiments have; more lines could not be told apart.
-    pairs = frame[frame.arm.isin(["adamw", "coupled_adam"])]
+    best = _best_arms(frame)
     for name, measure in (("loss", TEST_LOSS), ("accuracy", ACCURACY)):
-        if pairs.tokens.nunique() > 1 and pairs[measure.key].notna().any():
+        if best.tokens.nunique() > 1 and best[measure.key].notna().any():
             pictures[f"{name}_against_tokens"] = (
-                partial(plots.plot_against_tokens, frame=pairs, measure=measure),
+                partial(plots.plot_against_tokens, frame=best, measure=measure),
                 f"The {measure.label} against the tokens trained on, for each number of "
-                "parameters (App. G).",
+                "parameters (App. G). Of several arms with one optimizer, the one with the lowest "
+                "validation loss.",
             )
     baselines = frame[frame.is_baseline]
     with_moments = baselines[[len(run.second_moments()) > 1 for run in baselines.run]]

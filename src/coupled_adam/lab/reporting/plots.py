@@ -1,7 +1,6 @@
 """Plots of finished runs; each function draws one picture into matplotlib axes."""
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -13,11 +12,11 @@ from matplotlib.ticker import EngFormatter
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.reporting.frame import COLUMNS, TEST_LOSS, groups
+from coupled_adam.lab.reporting.statistics import second_moment_fit
 from coupled_adam.lab.run import Run
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,
-    Array,
     plot_means,
     scatter,
 )
@@ -93,14 +92,6 @@ def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
         pictures.plot_spectrum(ax, singular_values, colors[run.arm], run.label)
 
 
-def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
-    """A and R^2 of the least-squares fit y = A x, [n] each; R^2 is NaN if all y are equal."""
-    a = float(x @ y / (x @ x))
-    residual = float(((y - a * x) ** 2).sum())
-    variation = float(((y - y.mean()) ** 2).sum())
-    return a, 1 - residual / variation if variation else math.nan
-
-
 def plot_second_moment(ax: Axes, run: Run) -> None:
     """Plot AdamW's second moment of each token against the token's unigram probability."""
     # The last evaluation, whose moments have seen most of the text.
@@ -109,11 +100,14 @@ def plot_second_moment(ax: Axes, run: Run) -> None:
     seen = (probability > 0) & (moment > 0)
     p, v = probability[seen], moment[seen]
     scatter(ax, p, v, ADAMW_COLOR, "tokens")
-    # A fit to the numbers themselves, as of Fig. 5, follows the few most frequent tokens, and would
-    # lie far above nearly all points of these axes.
-    a = math.exp(np.log(v / p).mean())
+    # The least-squares fit, of which the paper gives R², follows the few most frequent tokens, and
+    # lies above nearly all points of these axes; the other follows most of them.
+    fit = second_moment_fit(probability, moment)
     line = np.array([p.min(), p.max()])
-    ax.plot(line, a * line, color="black", label=f"A p̃, A = {a:.2g}, fitted to the logarithms")
+    least = f"A p̃, A = {fit.A:.2g}, least squares, R² = {fit.r_squared:.2f}"
+    ax.plot(line, fit.A * line, color="black", linestyle="--", label=least)
+    logarithms = f"A p̃, A = {fit.A_of_logarithms:.2g}, fitted to the logarithms"
+    ax.plot(line, fit.A_of_logarithms * line, color="black", label=logarithms)
     ax.set(title="AdamW's second moment follows frequency", xscale="log", yscale="log")
     ax.set(xlabel="unigram probability p̃", ylabel="E[v̂]")
 
@@ -127,9 +121,8 @@ def plot_fitted_a(ax: Axes, frame: pd.DataFrame) -> None:
         label: str | None = f"N = {short(size)}"
         for run in frame.run[frame.parameters == size]:
             probability = run.probabilities()
-            seen = probability > 0
             fits = {
-                tokens: fit_proportional(probability[seen], moment[seen])[0]
+                tokens: second_moment_fit(probability, moment).A
                 for tokens, moment in run.second_moments().items()
             }
             ax.plot([*fits], [*fits.values()], color=color, label=label)
@@ -173,16 +166,16 @@ def plot_sweep_measures(ax: Axes, swept: pd.DataFrame, xlabel: str) -> None:
 
 
 def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None:
-    """Plot a result against D for each N and arm, as mean and range over seeds."""
-    colors = arm_colors(frame)
+    """Plot a result against D for each N and optimizer, as mean and range over seeds."""
     for marker, same_size in zip(itertools.cycle("osD^vP*"), groups(frame, "parameters")):
-        # A line for each size and arm, of which each D may have several seeds.
-        for line in groups(same_size, "arm"):
+        # A line for each size and optimizer, of which each D may have several seeds.
+        for line in groups(same_size, "optimizer"):
             points = _values_by(line, "tokens", measure)
             if points:
                 run = line.iloc[0]
-                label = f"{run.label}, N = {short(run.parameters)}"
-                plot_means(ax, points, marker=marker, color=colors[run.arm], label=label)
+                label = f"{run.setup.name}, N = {short(run.parameters)}"
+                color = OPTIMIZER_COLORS[run.optimizer]
+                plot_means(ax, points, marker=marker, color=color, label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
 

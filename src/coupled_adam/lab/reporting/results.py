@@ -11,17 +11,19 @@ from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.reporting.frame import COLUMNS, baseline_of, by_seed, groups
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
+    SecondMomentFit,
     one_sided_t_test,
     paired_t_test,
     sample_deviation,
+    second_moment_fit,
     shorthand,
     shown_p,
 )
 from coupled_adam.lab.run import Run
 from coupled_adam.rendering.tables import Cell, Table, csv_text, short
 
-Bold = Literal["adamw", "all"]
-"""Which arms a value must be significantly better than to be bold."""
+Bold = Literal["adamw", "all", "value"]
+"""What makes a value bold: see :func:`arm_results`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,8 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
         bold: ``"adamw"``: an arm is bold where it is better than the baseline. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
+            ``"value"``: an arm is bold where its mean is the best, without a test, as the single
+            runs of Table 2 are.
     """
     rows = []
     for experiment in groups(frame, "experiment"):
@@ -80,15 +84,23 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
             rivals = [rival for rival in arms if rival is not arm]
             if bold == "adamw" and (arm is not baseline or len(rivals) > 1):
                 rivals = [] if against is None else [against]
-            metrics = {key: _metric(m, arm, against, rivals) for key, m in COLUMNS.items()}
+            level = None if bold == "value" else SIGNIFICANCE
+            metrics = {key: _metric(m, arm, against, rivals, level) for key, m in COLUMNS.items()}
             rows.append(ArmResult(arm.run.iloc[0], len(arm), metrics))
     return rows
 
 
 def _metric(
-    column: Measure, arm: pd.DataFrame, against: pd.DataFrame | None, rivals: Sequence[pd.DataFrame]
+    column: Measure,
+    arm: pd.DataFrame,
+    against: pd.DataFrame | None,
+    rivals: Sequence[pd.DataFrame],
+    level: float | None,
 ) -> Metric:
-    """A metric with its tests against one arm, bold if it is better than each of the rivals."""
+    """A metric with its tests against one arm, bold if it is better than each of the rivals.
+
+    It is better if p is below the level or, if that is None, if its mean is.
+    """
     assert column.better is not None
     better, seeds = column.better, by_seed(arm, column)
     values = [*seeds.values()]
@@ -97,13 +109,21 @@ def _metric(
     def p(rival: pd.DataFrame) -> float | None:
         return one_sided_t_test(values, [*by_seed(rival, column).values()], better)
 
+    def is_better(rival: pd.DataFrame) -> bool:
+        if level is not None:
+            return (x := p(rival)) is not None and x < level
+        sign = 1 if better == "higher" else -1
+        # NaN where either side has no value, which is not greater than anything.
+        difference: float = arm[column.key].mean() - rival[column.key].mean()
+        return sign * difference > 0
+
     paired = None if against is None else paired_t_test(seeds, by_seed(against, column))
     return Metric(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
         None if paired is None else paired.one_sided(better),
-        bool(rivals) and all((x := p(rival)) is not None and x < SIGNIFICANCE for rival in rivals),
+        bool(rivals) and all(map(is_better, rivals)),
     )
 
 
@@ -121,8 +141,10 @@ def shown_columns(frame: pd.DataFrame, more: bool = False) -> list[Measure]:
 def footnotes(frame: pd.DataFrame, bold: Bold = "adamw") -> list[str]:
     """The notes below the table of some runs, which explain its statistics."""
     experiments = groups(frame, "experiment")
+    best = "the best mean, without a test"
     if all(experiment.setup.value_counts().max() == 1 for experiment in experiments):
-        return ["One seed, so neither deviation nor test."]
+        bold_note = " Bold: the best value." if bold == "value" else ""
+        return [f"One seed, so neither deviation nor test.{bold_note}"]
     than = "each of the others"
     if bold == "adamw":
         baselines = frame.label[frame.is_baseline].unique()
@@ -131,10 +153,11 @@ def footnotes(frame: pd.DataFrame, bold: Bold = "adamw") -> list[str]:
             than = baselines[0].partition(":")[0]
         if any(experiment.setup.nunique() == 2 for experiment in experiments):
             than += ", or AdamW better than the only other optimizer"
+    if bold != "value":
+        best = f"better than {than}, by a one-sided Student t-test at 95 %, as in the paper"
     return [
-        f"Mean (standard deviation in the last digit) over seeds. Bold: better than {than}, by a "
-        "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests over "
-        "pairs of runs with equal seeds."
+        f"Mean (standard deviation in the last digit) over seeds. Bold: {best}; the sentences use "
+        "two-sided tests over pairs of runs with equal seeds."
     ]
 
 
@@ -198,5 +221,18 @@ def runs_csv(frame: pd.DataFrame) -> str:
     columns = ["experiment", "arm", "seed", "tokens", "parameters", *COLUMNS]
     # None, which is an empty field, for what has not been measured.
     values = frame[columns].astype(object).where(frame[columns].notna(), None)
-    lines = [[*line, str(run.folder)] for line, run in zip(values.to_numpy().tolist(), frame.run)]
-    return csv_text([[*columns, "folder"], *lines])
+    fits = [_second_moment_fit(run) for run in frame.run]
+    lines = [
+        [*line, *fit, str(run.folder)]
+        for line, fit, run in zip(values.to_numpy().tolist(), fits, frame.run)
+    ]
+    fitted = [f"second_moment_{field.name}" for field in dataclasses.fields(SecondMomentFit)]
+    return csv_text([[*columns, *fitted, "folder"], *lines])
+
+
+def _second_moment_fit(run: Run) -> list[float | None]:
+    """The numbers of Fig. 4 after the last evaluation, or None for each: only AdamW's has them."""
+    moments = run.second_moments()
+    if not moments:
+        return [None] * len(dataclasses.fields(SecondMomentFit))
+    return [*dataclasses.astuple(second_moment_fit(run.probabilities(), moments[max(moments)]))]

@@ -1,4 +1,4 @@
-"""Means, deviations and t-tests over the seeds of a run."""
+"""Means, deviations and t-tests over the seeds of a run, and the fits to its second moments."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.rendering.tables import fixed
@@ -120,6 +121,44 @@ def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) ->
     test = stats.ttest_1samp(differences, 0)
     interval = test.confidence_interval(1 - SIGNIFICANCE)
     return Paired(mean, float(interval.low), float(interval.high), float(test.pvalue), len(pairs))
+
+
+def fit_proportional(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
+    """A and R^2 of the least-squares fit y = A x, [n] each; R^2 is NaN if all y are equal."""
+    a = float(x @ y / (x @ x))
+    residual = float(((y - a * x) ** 2).sum())
+    variation = float(((y - y.mean()) ** 2).sum())
+    return a, 1 - residual / variation if variation else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondMomentFit:
+    """E[v] = A p, of AdamW's second moments of tokens and their probabilities (Figs. 4 and 5).
+
+    Attributes:
+        A: that of the least-squares fit, which follows the few most frequent tokens.
+        r_squared: R^2 of this fit.
+        A_of_logarithms: that of the fit to the logarithms, which follows most tokens.
+    """
+
+    A: float
+    r_squared: float
+    A_of_logarithms: float
+
+
+def second_moment_fit(
+    probability: NDArray[np.float64], moment: NDArray[np.float64]
+) -> SecondMomentFit:
+    """Fit the second moments, averaged over H, to the unigram probabilities, [V] each.
+
+    Tokens that do not occur are left out, and so are, from the logarithms, those whose moment is 0.
+    """
+    occurs = probability > 0
+    p, v = probability[occurs], moment[occurs]
+    ratios = (v / p)[v > 0]
+    return SecondMomentFit(
+        *fit_proportional(p, v), float(np.exp(np.log(ratios).mean())) if len(ratios) else math.nan
+    )
 
 
 def shown_p(p: float) -> str:

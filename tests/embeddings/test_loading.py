@@ -502,7 +502,7 @@ class Hub(http.server.SimpleHTTPRequestHandler):
 
     def answer(self, head):
         parts = self.path.partition("?")[0].split("/")
-        path = self.folder / parts[-1]
+        path = self.folder.joinpath(*parts[5:])
         if parts[1:5] == ["api", "models", "someone", "model"]:
             self.describe(parts[5])
             return
@@ -587,14 +587,18 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     with torch.no_grad():
         model.transformer.wte.weight[3] = 0
     model.save_pretrained(hub.folder, max_shard_size="1KB")
+    for name in ("2_Dense/model.safetensors", "modules.json"):
+        (hub.folder / name).parent.mkdir(exist_ok=True)
+        (hub.folder / name).write_text('[{"path": ""}, {"path": "2_Dense"}]')
     for name in ("chat_template.jinja", "pytorch_model.bin", "original/model.safetensors"):
         (hub.folder / name).parent.mkdir(exist_ok=True)
         (hub.folder / name).write_text("{}")
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "one")]) == 0
-    assert "tied matrix: 1 rows replaced: #3 nearly zero" in capsys.readouterr().out
+    matrix = "tied matrix transformer.wte.weight"
+    assert f"{matrix}: 1 rows replaced: #3 nearly zero" in capsys.readouterr().out
     assert not hub.sent.keys() & {"pytorch_model.bin"}
     written = {path.name for path in (tmp_path / "one").iterdir()}
-    assert {"config.json", "model.safetensors", "chat_template.jinja"} <= written
+    assert {"config.json", "model.safetensors", "chat_template.jinja", "2_Dense"} <= written
     assert not {"pytorch_model.bin", "original"} & written
     assert not any(path.is_symlink() for path in (tmp_path / "one").iterdir())
     (fixed,) = load_embeddings(tmp_path / "one")

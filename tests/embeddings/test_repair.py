@@ -12,11 +12,19 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    MarianConfig,
+    MarianMTModel,
+)
 
 import token_models
 from coupled_adam.cli import main
-from coupled_adam.embeddings import EmbeddingMatrix
+from coupled_adam.embeddings import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.repair import dead_rows, healthy_rows, padding_row, repair_model
 from coupled_adam.errors import UsageError
 
@@ -108,6 +116,95 @@ def test_recentering_does_not_change_the_predictions(gpt2, llama, tmp_path):
         logits = one(ids).logits, other(ids).logits
     assert torch.allclose(*(x.log_softmax(-1) for x in logits), atol=1e-5)
     assert not torch.allclose(*logits, atol=1e-3)
+
+
+def marian(**more):
+    """An encoder-decoder whose two sides have tables of their own."""
+    torch.manual_seed(0)
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    sizes = {"d_model": H, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 16}
+    vocabulary = {"vocab_size": V, "decoder_vocab_size": V + 6, "pad_token_id": V - 1}
+    begins = {"decoder_start_token_id": V - 1, "share_encoder_decoder_embeddings": False}
+    return MarianMTModel(MarianConfig(**heads, **sizes, **vocabulary, **begins, **more))
+
+
+def two_berts():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = BertConfig(vocab_size=V, is_decoder=True, add_cross_attention=True, **sizes)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        BertConfig(vocab_size=V + 6, **sizes), decoder
+    )
+    return EncoderDecoderModel(config)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: marian(tie_word_embeddings=True),
+        two_berts,
+        lambda: BertForMaskedLM(BertConfig(vocab_size=V, hidden_size=H, num_attention_heads=2)),
+    ],
+    ids=["a decoder's", "of two models", "the only one"],
+)
+def test_a_head_that_is_also_an_input_is_not_recentered(model, tmp_path):
+    """Whichever input it is: the model would read other embeddings than it has learned."""
+    folder = save(model(), tmp_path / "model")
+    with pytest.raises(UsageError, match="--recenter would change its predictions"):
+        repair_model(folder, tmp_path / "out", recenter=True)
+
+
+def test_every_matrix_that_is_reported_is_repaired(tmp_path):
+    """A decoder's own table, too; and each of two that are equal without being one."""
+    model = marian(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.encoder.embed_tokens.weight[7] = 0
+        model.model.decoder.embed_tokens.weight[5] = 0
+        model.lm_head.weight[9] = torch.nan
+    reports = repair_model(save(model, tmp_path / "model"), tmp_path / "out")
+    assert [[*report.rows] for report in reports] == [[7], [5], [9]]
+    assert [report.role for report in reports] == ["input", "input", "output"]
+    repaired = load_embeddings(tmp_path / "out")
+    assert [[*dead_rows(entry.matrix)] for entry in repaired] == [[V - 1], [V - 1], []]  # padding
+    twins = token_models.llama(vocab_size=V, hidden_size=H)
+    with torch.no_grad():
+        twins.model.embed_tokens.weight[3] = 0
+        twins.lm_head.weight.copy_(twins.model.embed_tokens.weight)
+    reports = repair_model(save(twins, tmp_path / "twins"), tmp_path / "mended")
+    assert [[*report.rows] for report in reports] == [[3], [3]]
+    mended = [dead_rows(entry.matrix) for entry in load_embeddings(tmp_path / "mended")]
+    assert not any(3 in dead for dead in mended)
+
+
+def test_only_what_would_be_stale_is_left_out(gpt2, tmp_path):
+    """Other parts of a sentence encoder keep their weights; the same ones in other formats go."""
+    parts = [{"path": path} for path in ("", "1_Pooling", "2_Dense")]
+    (gpt2 / "modules.json").write_text(json.dumps(parts))
+    for name in ("2_Dense", "onnx", "original"):
+        (gpt2 / name).mkdir()
+    save_file({"linear.weight": torch.ones(2, 2)}, gpt2 / "2_Dense" / "model.safetensors")
+    stale = ("flax_model.msgpack", "model.gguf", "onnx/model.onnx", "original/consolidated.00.pth")
+    for name in (*stale, "pytorch_model.bin", "onnx/config.json"):
+        (gpt2 / name).write_bytes(b"as it was")
+    with pytest.warns(UserWarning, match="not copied, as they may hold") as caught:
+        repair_model(gpt2, tmp_path / "out")
+    said = str(caught[0].message)
+    assert all(name in said for name in (*stale, "pytorch_model.bin"))
+    there = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert {"2_Dense/model.safetensors", "onnx/config.json", "modules.json"} <= there
+    assert not there & {*stale, "pytorch_model.bin"}
+
+
+def test_an_index_cannot_name_what_is_elsewhere(llama, tmp_path):
+    shutil.move(llama / "model.safetensors", tmp_path / "elsewhere.safetensors")
+    for name in ("../elsewhere.safetensors", str(tmp_path / "elsewhere.safetensors")):
+        places = dict.fromkeys(load_file(tmp_path / "elsewhere.safetensors"), name)
+        index = {"metadata": {}, "weight_map": places}
+        (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+        # Without a file of this kind it would not be tried.
+        save_file({"x": torch.ones(1)}, llama / "model-00001-of-00001.safetensors")
+        with pytest.raises(UsageError, match="which is outside of its folder"):
+            repair_model(llama, tmp_path / "out")
 
 
 def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):

@@ -22,9 +22,9 @@ from coupled_adam import cli
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.evaluate import held_out_loss
+from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
 from coupled_adam.lab.evaluation.load_model import load_model
-from coupled_adam.lab.models import check_architecture, output_embeddings
+from coupled_adam.lab.models import build_model, check_architecture, output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import train as training
@@ -384,6 +384,28 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path, monkey
     assert config["recipe"]["variant"] == "interventions:NOTED"
     training.train(run, corpus, Execution(logger=[]))  # it is finished
     assert len(calls) == 7
+
+
+def test_a_variant_may_pad_its_matrices(recipe, text_file, tmp_path, monkeypatch):
+    """As Megatron does, to a multiple: rows that are no tokens of the text are not measured."""
+
+    def padded(recipe):
+        model = build_model(recipe)
+        model.resize_token_embeddings(recipe.model.vocab_size + 20, mean_resizing=False)
+        with torch.no_grad():
+            output_embeddings(model)[-20:] = 100.0
+        return model
+
+    padding = Variant(build_model=padded)
+    monkeypatch.setitem(sys.modules, "padding", types.SimpleNamespace(PADDED=padding))
+    changes = {"data.text": str(text_file), "training.steps": 2, "variant": "padding:PADDED"}
+    recipe = override(recipe, changes)
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    run = Run(recipe, "adamw", 1, tmp_path / "run")
+    training.train(run, corpus, Execution(logger=[]))
+    assert run.curve("mean_norm")[1][-1] < 1
+    assert evaluate_run(run, corpus)["embeddings"]["mean_norm"] < 1
+    assert len(run.embeddings()) == len(run.counts()) == recipe.model.vocab_size
 
 
 @pytest.fixture

@@ -105,10 +105,13 @@ class RunOptions(DeviceOption, Execution):
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
-        # A source of text takes the place of the recipe's, with all that is said of that one.
-        if self.text is not None or any(f"data.{source}" in self.keys for source in SOURCES):
+        # A source of text takes the place of the recipe's, with all that is said of that one; of
+        # another data set its splits are kept, as it may be a copy.
+        if self.text is not None or {"data.text", "data.tokens"} & {*self.keys}:
             for source, keys in SOURCES.items():
                 values |= dict.fromkeys(f"data.{key}" for key in (source, *keys))
+        if "data.hub" in self.keys:
+            values |= {f"data.{key}": None for key in SOURCES["hub"] if key.startswith("hub_")}
         if self.text is not None:
             values["data.text"] = os.path.realpath(self.text)
         if self.variant is not None:

@@ -59,7 +59,8 @@ def run(options: Options) -> None:
     for report in reports:
         named = ", ".join(f"#{row} {reason}" for row, reason in [*report.rows.items()][:_NAMED])
         more = ", ..." if len(report.rows) > _NAMED else ""
-        line = f"{report.role} matrix: {len(report.rows)} rows replaced" + (named and f": {named}")
+        matrix = f"{report.role} matrix {report.tensor}".rstrip()
+        line = f"{matrix}: {len(report.rows)} rows replaced" + (named and f": {named}")
         if report.mean_removed is not None:
             more += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
         show(line + more)

@@ -178,7 +178,7 @@ def _with_roles(
     """The names, matrices [V, H] and roles; ``heads`` are also those that cannot be read."""
     # Some files hold a tied matrix under both names.
     tied = {
-        name: [head for head, output in outputs.items() if _is_equal(matrix, output)]
+        name: [head for head, output in outputs.items() if is_equal(matrix, output)]
         for name, matrix in inputs.items()
     }
     if not (inputs and heads) and _is_tied(config):
@@ -236,7 +236,7 @@ def _side(name: str) -> str:
     return _SIDES.get(sides[0], sides[0]) if sides else ""
 
 
-def _is_equal(first: Tensor, second: Tensor) -> bool:
+def is_equal(first: Tensor, second: Tensor) -> bool:
     """Whether two matrices have the same bits, NaN included."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
@@ -255,7 +255,7 @@ def _distinct(weights: Weights, names: Sequence[str]) -> tuple[dict[str, Tensor]
         matrix = weights.read(name)
         if reason := _why_unusable(matrix):
             unusable[name] = reason
-        elif not any(_is_equal(matrix, other) for other in matrices.values()):
+        elif not any(is_equal(matrix, other) for other in matrices.values()):
             matrices[name] = matrix
     if len({*map(_side, matrices)}) < len(matrices):
         listed = _listed({name: matrix.shape for name, matrix in matrices.items()})

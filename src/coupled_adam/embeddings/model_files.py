@@ -95,6 +95,10 @@ def _shards(source: str, index: Mapping[str, Any], is_wanted: Wanted) -> list[st
     """The files of a model's shards that may have a wanted tensor; the others are not opened."""
     with readable(f"{source}: not an index of weights"):
         files = {str(name): str(file) for name, file in index["weight_map"].items()}
+    # Another person's index must not make us read, and publish, what is not the model's.
+    for file in files.values():
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{source}: its index names {file}, which is outside of its folder")
     wanted = {file for name, file in files.items() if is_wanted(name)}
     # Without a known name in the index any of them may have it.
     return sorted(wanted or {*files.values()})

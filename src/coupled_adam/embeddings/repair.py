@@ -5,8 +5,10 @@ are drawn around the mean of the healthy ones, where they take little probabilit
 (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 """
 
+import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 import shlex
@@ -24,11 +26,12 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.loading import (
     EmbeddingMatrix,
     config_parts,
+    is_equal,
     load_embeddings,
     model_embeddings,
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
-from coupled_adam.files import new_folder, resolved, write_atomically
+from coupled_adam.files import new_folder, regular, resolved, write_atomically
 from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -36,8 +39,13 @@ from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 Reason = Literal["not finite", "nearly zero"]
 _NEARLY_ZERO = 0.01  # of the median norm
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
-# Files of the original that the copy must not have beside its own weights.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+# The weights that the copy has instead of the original's, and the same in other formats, which
+# would be those of the model as it was.
+_REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_WEIGHTS = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot"),
+    *(".gguf", ".onnx", ".onnx_data", ".tflite", ".mlmodel", ".nemo"),
+)
 # Options, of several architectures, by which logits are squashed.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_softcap")
 
@@ -47,6 +55,7 @@ class RepairedMatrix:
     """What was changed in one matrix."""
 
     role: str  # as in EmbeddingMatrix
+    tensor: str  # its name; empty if the file holds nothing else
     rows: dict[int, Reason]  # the rows that were replaced, and why
     mean_removed: float | None  # its norm; None if the matrix was not recentered
 
@@ -138,7 +147,9 @@ def model_folder(model: str, revision: str | None = None) -> Path:
             )
         return folder
     try:
-        return download_model(model, revision, _DOWNLOADED)
+        folder = download_model(model, revision, _DOWNLOADED)
+        parts = [str(part) for part in _other_parts(folder)]
+        return download_model(model, revision, _DOWNLOADED, parts) if parts else folder
     except Exception as error:  # huggingface_hub and its HTTP client raise many types
         raise UsageError(
             f"{model}: there is no such folder here, nor a model on the hub that can be read "
@@ -150,7 +161,9 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
     """Write a copy of a model in which the embeddings that need it are repaired.
 
     transformers loads the model and saves the copy; the tokenizer and all else beside the weights
-    is copied. The row of the model's padding token may be zero.
+    is copied. Every matrix that :func:`load_embeddings` reads of the model is repaired. The row of
+    the model's padding token may be zero. Weights in other formats, which would be those of the
+    model as it was, are left out with a warning that names them.
 
     Args:
         source: a folder with a model that transformers knows, as safetensors, or a ``.npy`` file
@@ -179,7 +192,7 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         with prefixed_usage_error(f"{source}: "):
             rows = _repair_rows(entry)
         removed = _recenter(entry.matrix) if entry.role in moved else None
-        reports.append(RepairedMatrix(entry.role, rows, removed))
+        reports.append(RepairedMatrix(entry.role, entry.tensor, rows, removed))
     # 3. The copy, which appears once it is complete
     out.parent.mkdir(parents=True, exist_ok=True)
     if model is None:
@@ -209,20 +222,40 @@ def _save(model: Any, folder: Path) -> None:
 def _copy_rest(source: Path, out: Path) -> None:
     """Copy the tokenizer, and what else lies beside the weights and below, as it is."""
     root = resolved(source)
+    parts, stale = _other_parts(source), []
     # The hub's cache has links to its blobs; elsewhere a link could bring in any file of this user,
     # which would be published with the repaired model.
     blobs = root.parents[1] / "blobs" if root.parent.name == "snapshots" else root
     for path in sorted(source.rglob("*")):
-        place = out / path.relative_to(source)
-        is_hidden = any(name[0] == "." for name in path.relative_to(source).parts[:-1])
-        is_kept = path.is_file() and not is_hidden and not path.name.endswith(_WEIGHTS)
-        if not is_kept or place.exists():
+        inside = path.relative_to(source)
+        place = out / inside
+        is_hidden = any(name[0] == "." for name in inside.parts[:-1])
+        if not path.is_file() or is_hidden or place.exists() or _REPLACED.fullmatch(str(inside)):
+            continue
+        if path.name.endswith(_WEIGHTS) and not parts & {*inside.parents}:
+            stale.append(str(inside))
             continue
         if not resolved(path).is_relative_to(root) and resolved(path).parent != blobs:
             warnings.warn(f"{path} is a link out of the model's folder: not copied", stacklevel=3)
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, place)
+    if stale:
+        warnings.warn(
+            f"not copied, as they may hold the weights as they were: {', '.join(stale)}",
+            stacklevel=3,
+        )
+
+
+def _other_parts(source: Path) -> set[Path]:
+    """The folders in a model's folder that hold other weights than the model's, such as 2_Dense.
+
+    ``modules.json`` of sentence-transformers lists them; its first part may be the model itself.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        modules = json.loads(regular(source / "modules.json").read_text(encoding="utf-8"))
+        return {Path(module["path"]) for module in modules} - {Path()}
+    return set()
 
 
 def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
@@ -241,9 +274,10 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
             f"{source} cannot be repaired: it must be the folder of a model that transformers "
             "loads from safetensors and that is not quantised, or a .npy file with a matrix"
         )
+    with prefixed_usage_error("", ValueError):
+        reported = load_embeddings(source)
     if source.is_file():
-        with prefixed_usage_error("", ValueError):
-            return None, load_embeddings(source)
+        return None, reported
     try:
         model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
             source,
@@ -262,12 +296,36 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
                 f"{source}: transformers does not load all of it ({kind}: {keys[0]}), so a copy "
                 "would not be the same model"
             )
-    # The input first, as load_embeddings() has them.
-    weights: dict[Any, Tensor] = dict(reversed(model_embeddings(model).items()))
-    if list(weights) == ["output"]:
-        weights = {"tied": weights["output"]}
-    config = model.config.to_dict()
-    return model, [EmbeddingMatrix(w.detach(), role, "", config) for role, w in weights.items()]
+    return model, [table for entry in reported for table in _tables(model, entry, source)]
+
+
+def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingMatrix]:
+    """The parameters of a model that hold a matrix of its files, with what the model knows of them.
+
+    They are several if two that are not tied have the same numbers.
+    """
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    head = model_embeddings(model).get("output")
+    shape = entry.matrix.shape
+    same = [p for p in names if p.shape == shape and is_equal(p.data, entry.matrix.to(p.dtype))]
+    if not same:
+        raise UsageError(
+            f"{source}: its matrix {entry.tensor} is another one once transformers has loaded it, "
+            "and cannot be repaired"
+        )
+    tables = []
+    for parameter in same:
+        role = entry.role
+        # A head that has another name is an input as well, of the decoder for example.
+        if parameter is head:
+            role = "output" if len(names[parameter]) == 1 else "tied"
+        elif role == "tied" and head is not None:
+            role = "input"
+        config = model.config.to_dict()
+        tables.append(EmbeddingMatrix(parameter.detach(), role, names[parameter][0], config))
+    return tables
 
 
 def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:

@@ -30,8 +30,10 @@ def reach_hub() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
 
 
-def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Download a model's files with names of these patterns, but for those in subfolders."""
+def download_model(
+    name: str, revision: str | None, patterns: Sequence[str], folders: Sequence[str] = ()
+) -> Path:
+    """Download a model's files with names of these patterns, and all that some subfolders hold."""
     from huggingface_hub import snapshot_download
     from tqdm.asyncio import tqdm_asyncio
 
@@ -43,6 +45,9 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
 
     reach_hub()
     kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ["*/*"]}
+    for folder in folders:
+        below: dict[str, Any] = {"allow_patterns": f"{folder}/*"}
+        snapshot_download(name, revision=revision, tqdm_class=Bar, **below)
     return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **kept))
 
 

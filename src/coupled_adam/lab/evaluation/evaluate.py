@@ -177,6 +177,9 @@ def evaluate_model(
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
+    A variant may pad its matrices: rows behind those of ``counts`` [V] are no tokens of the text,
+    and left out.
+
     Raises:
         UsageError: the embeddings are not finite or all zero, or ``counts`` [V] do not fit them.
     """
@@ -184,6 +187,8 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     inputs: Any = model.get_input_embeddings().weight  # [V, H]
     # By memory, since a model may share it without saying so in its configuration.
     tied = inputs.data_ptr() == output.data_ptr()
+    if counts is not None:
+        output, inputs = output[: len(counts)], inputs[: len(counts)]
     with prefixed_usage_error(f"{model.name_or_path}: "):
         return {
             "embeddings": analyze(output, counts).to_dict(),

@@ -55,7 +55,7 @@ class RunLog(pl.Callback):
                 )
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
-            self._log(trainer, _measures(module, 0))
+            self._log(trainer, self._measures(trainer, module))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Exclude the time of an evaluation and its checkpoint from the tokens per second."""
@@ -104,9 +104,21 @@ class RunLog(pl.Callback):
         states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
         # Of sharded tensors this is the size on all processes together. Scalars count the steps.
         sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
-        measures = {"embedding_state_bytes": sum(sizes), **_measures(module, trainer.global_step)}
+        measures = {"embedding_state_bytes": sum(sizes), **self._measures(trainer, module)}
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)
+
+    def _measures(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, float]:
+        """The measures of the output embeddings, on rank 0; DivergedError if they are not finite.
+
+        As in the evaluation, rows that a variant has behind those of the vocabulary are left out.
+        """
+        matrix = full_tensor(output_embeddings(module.model).detach())
+        if not torch.isfinite(matrix).all():
+            raise module.diverged("the output embeddings are not finite", trainer.global_step)
+        if rank() > 0:
+            return {}
+        return logged(analyze(matrix[: self.run.recipe.model.vocab_size]))
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         with _ctrl_c_waits():
@@ -131,16 +143,6 @@ class RunLog(pl.Callback):
         path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
         path.parent.mkdir(exist_ok=True)
         save_array(path, values)
-
-
-def _measures(module: LanguageModel, step: int) -> dict[str, float]:
-    """The measures of the output embeddings, on rank 0; DivergedError if they are not finite."""
-    matrix = full_tensor(output_embeddings(module.model).detach())
-    if not torch.isfinite(matrix).all():
-        raise module.diverged("the output embeddings are not finite", step)
-    if rank() > 0:
-        return {}
-    return logged(analyze(matrix))
 
 
 @contextlib.contextmanager

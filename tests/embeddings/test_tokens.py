@@ -1,8 +1,11 @@
 """Which tokens the rows are, which were hardly trained, and which are neighbours."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -70,6 +73,71 @@ def test_categories_of_other_tokenizers():
     assert vocabulary.unused.tolist() == [False, True, False, False, False, False]
     assert (vocabulary.texts[4], vocabulary.texts[5]) == ("a", " a")
     assert (vocabulary.row("a"), vocabulary.row(" a"), vocabulary.row("#3")) == (4, 5, 3)
+
+
+def end_of_word(folder):
+    """CLIP's, whose last pieces of a word end in </w>; and its pieces that can be produced."""
+    merges = ["h y", "p e", "pe r", "hy per", "l o", "lo o", "loo p</w>"]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    vocab = [*letters, *(f"{c}</w>" for c in letters), *(m.replace(" ", "") for m in merges)]
+    vocab += ["never", "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: row for row, piece in enumerate(vocab)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    return transformers.CLIPTokenizer.from_pretrained(folder), {"hyper", "hy", "loop</w>", "z"}
+
+
+def subword_nmt(folder):
+    """CTRL's, whose pieces end in @@ where the word goes on."""
+    vocab = ["<unk>", "h@@", "y@@", "hy@@", "z@@", "q", "a", "never@@"]
+    (folder / "vocab.json").write_text(json.dumps({piece: row for row, piece in enumerate(vocab)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nh y\n")
+    return transformers.CTRLTokenizer.from_pretrained(folder), {"hy@@", "z@@", "q", "a"}
+
+
+def characters(_):
+    """A character each, which a tokenizer without a decoder joins with spaces."""
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?abc ")}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?"), {*"abc "}
+
+
+@pytest.mark.parametrize("make", [end_of_word, subword_nmt, characters])
+def test_pieces_inside_words_are_reachable(make, tmp_path):
+    """What the tokenizer makes of some text can be reached, whatever stands around it."""
+    tokenizer, produced = make(tmp_path)
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer))
+    category = {piece: vocabulary.categories[row] for piece, row in vocabulary.pieces.items()}
+    assert {piece: category[piece] for piece in produced} == dict.fromkeys(produced, "ok")
+    never = [piece for piece in category if piece.startswith("never")]
+    assert all(category[piece] == "unreachable" for piece in never)
+
+
+def test_bytes_as_tokens():
+    """ByT5's tokens are the bytes, of which 13 occur in no text of UTF-8."""
+    tokenizer = transformers.ByT5Tokenizer()
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer))
+    (first, second) = tokenizer("é", add_special_tokens=False)["input_ids"]
+    assert [vocabulary.texts[row] for row in (first, second)] == ["<0xC3>", "<0xA9>"]
+    assert vocabulary.categories[first] == vocabulary.categories[second] == "byte"
+    assert vocabulary.categories[tokenizer.convert_tokens_to_ids("A")] == "ok"
+    unused = {vocabulary.texts[row] for row in np.flatnonzero(vocabulary.unused)}
+    assert unused == {f"<0x{byte:02X}>" for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    assert not (vocabulary.categories == "unreachable").any()
+
+
+def test_a_word_comes_before_a_piece_of_the_same_text():
+    """In WordPiece "king" is the word, and "##king" has the text king; in BPE é is no byte."""
+    pieces = ["[UNK]", "a", "king", "##king"]
+    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    vocabulary = read_vocabulary(tokenizer, 4)
+    rows = {token: vocabulary.row(token) for token in ("king", " king", "##king")}
+    assert rows == {"king": 2, " king": 2, "##king": 3}
+    tokenizer = byte_level(("Ã", "©"))  # the two bytes of é, and é is the name of another
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer))
+    assert vocabulary.row("é") == tokenizer.get_vocab()["Ã©"]
 
 
 def test_a_token_as_a_user_writes_it():

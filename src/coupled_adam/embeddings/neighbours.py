@@ -115,7 +115,9 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
     for token in named:
         for variant, shown in _VARIANTS.items():
             listed = ", ".join(f"{n['token']} {n['cosine']:.2f}" for n in token[variant])
-            lines.append([name(token["id"]) if variant == "raw" else "", shown, listed])
+            # With its id, since several tokens may be meant by a word.
+            asked = f"{name(token['id'])} (#{token['id']})"
+            lines.append([asked if variant == "raw" else "", shown, listed])
     columns = ["token", "", "neighbours and their cosines"]
     table = Table(columns, lines, f"Nearest by cosine: {analysis.label}", left=(0, 1, 2))
     return Answer(analysis, {"neighbours": named}, table)

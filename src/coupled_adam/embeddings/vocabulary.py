@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,11 +27,17 @@ _NEVER_USED = {
     "byte": {f"<0x{byte:02X}>" for byte in _NEVER_IN_UTF8},
     "undecodable": {chr(byte) for byte in _NEVER_IN_UTF8},  # as byte-level BPE writes them
 }
+_REPLACEMENT = "\ufffd"  # what stands for bytes that are no whole character
 _RESERVED = re.compile(r"[<\[|]+\W*\w*(unused|reserved)\w*\W*[>\]|]+", re.IGNORECASE)
 
-# A token is reachable if it appears after at least one of these. Some never begin a text: "##ing"
-# of WordPiece, or "ing" of SentencePiece, which puts a space in front of a text.
-_CONTEXTS = ("", "a", "«", "\n", "1", "zq")
+# A token is reachable if it appears between at least one of these pairs. Some never begin a text:
+# "##ing" of WordPiece, or "ing" of SentencePiece, which puts a space in front of a text. Others
+# never end a word: "hyper" of CLIP, whose last pieces end in "</w>".
+_CONTEXTS = (
+    *((before, "") for before in ("", "a", "«", "\n", "1", "zq")),
+    *(("", after) for after in ("zq", "a", "e", "n", "s", "1", "x", "«")),
+    *(("a", after) for after in ("zq", "a", "x")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Vocabulary:
     # [V], what was seen by no training, as far as can be known without its text: rows without a
     # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
     unused: Mask
+    # The rows of the tokenizer's own names, such as "##king".
+    pieces: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -59,11 +67,16 @@ class Vocabulary:
         return repr(text) if text else f"#{row}"
 
     def row(self, token: str) -> int:
-        """The row of a token as a user writes it: its text, with or without a space before it, or
-        its id after #. Raises UsageError if there is none.
+        """The row of a token as a user writes it: the tokenizer's name for it; its text, with or
+        without a space before it; or its id after #. Raises UsageError if there is none.
         """
         if re.fullmatch(r"#\d{1,15}", token) and int(token[1:]) < len(self):
             return int(token[1:])
+        # In WordPiece "king" is the word, and the text of "##king". A byte of byte-level BPE has
+        # the name of a letter, which is meant as a text.
+        row = self.pieces.get(token)
+        if row is not None and self.categories[row] in ("ok", "unreachable", "special"):
+            return row
         for text in (token, f" {token}"):
             if text and text in self.rows:
                 return self.rows[text]
@@ -89,7 +102,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
 
     A token is reachable if it is what the tokenizer makes of its own text; this and the categories
     are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
-    as reachable if that is so only after another character.
+    as reachable if it occurs in what the tokenizer makes of its text between other characters.
     """
     if tokenizer is None:  # all rows count as tokens that can be reached
         return Vocabulary([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
@@ -97,6 +110,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)
     reachable = _reachable(tokenizer, ids, decoded)
+    byte_of = _bytes(tokenizer, {row: pieces[row] for row, text in zip(ids, decoded) if not text})
     # Added tokens may be special without being one of those that have a name, such as EOS.
     special = {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= {*tokenizer.all_special_ids}
@@ -107,16 +121,33 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
         piece = pieces[row]
         if row in special:
             category = "special"
+        elif row in byte_of:
+            category, piece = "byte", f"<0x{byte_of[row]:02X}>"
         elif re.fullmatch("<0x[0-9A-F]{2}>", piece):
             category = "byte"
         elif row in reachable:
             category = "ok"
         else:
-            category = "undecodable" if "\ufffd" in text else "unreachable"
+            category = "undecodable" if _REPLACEMENT in text else "unreachable"
         categories[row] = category
         texts[row] = text if category in ("ok", "unreachable") and text else piece
         unused[row] = piece in _NEVER_USED.get(category, ()) or bool(_RESERVED.fullmatch(piece))
-    return Vocabulary(texts, categories, unused)
+    return Vocabulary(texts, categories, unused, {pieces[row]: row for row in ids})
+
+
+def _bytes(tokenizer: PreTrainedTokenizerBase, pieces: Mapping[int, str]) -> dict[int, int]:
+    """The bytes that are tokens under a letter's name, as in ByT5: pieces that decode to nothing.
+
+    ``pieces`` are those that do, by row.
+    """
+    bytes_ = {row: ord(p) for row, p in pieces.items() if len(p) == 1 and 0x80 <= ord(p) <= 0xFF}
+    if not bytes_:
+        return {}
+    # Texts in which each byte of UTF-8 occurs: all second bytes, and all first ones.
+    codes = (*range(0x80, 0x100), *range(0x100, 0xD800, 64), *range(0xE000, 0x110000, 64))
+    encoded = {*tokenizer.encode("".join(map(chr, codes)), add_special_tokens=False)}
+    occur = all(row in encoded or byte in _NEVER_IN_UTF8 for row, byte in bytes_.items())
+    return bytes_ if occur else {}
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -138,14 +169,29 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]
 def _reachable(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], texts: Sequence[str]
 ) -> set[int]:
-    """The ids that the tokenizer returns for their own texts, alone or after something else."""
+    """The ids that the tokenizer returns for their own texts, alone or between other characters."""
     reachable: set[int] = set()
     left = {row: text for row, text in zip(ids, texts) if text}
-    for context in _CONTEXTS:
+
+    def find(before: str, after: str) -> None:
+        inputs = [before + text + after for text in left.values()]
+        encoded = tokenizer(inputs, add_special_tokens=False, verbose=False)["input_ids"]
+        for (row, text), its_ids in zip([*left.items()], encoded):
+            # A part of a character is decoded as U+FFFD, whose own bytes must not count as found.
+            if row in its_ids and (_REPLACEMENT not in text or list(its_ids) == [row]):
+                reachable.add(row)
+                del left[row]
+
+    for before, after in _CONTEXTS:
         if left:
-            before = tokenizer.encode(context, add_special_tokens=False)
-            inputs = [context + text for text in left.values()]
-            encoded = tokenizer(inputs, add_special_tokens=False, verbose=False)["input_ids"]
-            reachable |= {row for row, ids in zip(left, encoded) if list(ids) == [*before, row]}
-            left = {row: text for row, text in left.items() if row not in reachable}
+            find(before, after)
+    # Some have another text where something follows: "hyper" of subword-nmt's "hyper@@".
+    follows = tokenizer.encode("zq", add_special_tokens=False)
+    for row in left:
+        text = str(tokenizer.decode([row, *follows], clean_up_tokenization_spaces=False))
+        left[row] = text.removesuffix("zq")
+    left = {row: text for row, text in left.items() if text and _REPLACEMENT not in text}
+    for before, after in _CONTEXTS:
+        if left and after:
+            find(before, after)
     return reachable

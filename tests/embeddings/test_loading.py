@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import pickle
+import re
 import threading
 from pathlib import Path
 
@@ -465,12 +466,31 @@ def test_a_folder_without_weights_is_described(name, tmp_path):
 
 FORMATS = {
     "model.gguf": (b"GGUF\x03\0\0\0", "gguf.dequantize"),
-    "word2vec.bin": (b"3000 300\nking \0\x01\xff" + bytes(range(200)), "binary=True"),
+    "word2vec.bin": (b"2 50\nking " + bytes(range(200)) + b"of " + bytes(200), "binary=True"),
     "crawl.vec": (b"2 9\n" + b"king" + b" 0.25 -1e-05 3" * 3 + b"\n", "binary=False"),
-    "glove.txt": (b"the" + b" 0.418 -0.25" * 10 + b"\nof 1", "no_header=True"),
+    "glove.txt": (2 * (b"the" + b" 0.418 -0.25" * 10 + b"\n"), "no_header=True"),
+    "narrow.txt": (b"the 0.5 -1\nof 1 2.5\n", "no_header=True"),
+    "wide.vec": (b"1 768\n" + b"king" + b" -0.123456789" * 768 + b"\n", "binary=False"),
+    "old.bin": (b"\x0a\0\0\0\x05\0\0\0", "is not a file that torch.save has written"),
+    "cc.en.300.bin": (b"\xba\x16\x4f\x2f\x0c\0\0\0", "load_facebook_vectors"),
+    "notes.txt": (b"4 5\nare the sizes\n", "must be a folder, or a file that ends in"),
+    "table.txt": (b"0.1 0.2 0.3\n0.4 0.5 0.6\n", "must be a folder, or a file that ends in"),
     "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
     "empty.npy": (b"", "is empty: it has 0 bytes"),
 }
+
+
+def test_several_arrays_are_named(tmp_path):
+    """And the command that is shown makes a file of one of them."""
+    matrix = np.arange(12.0).reshape(4, 3)
+    np.savez(tmp_path / "all.npz", tokens=matrix, positions=matrix[:2])
+    with pytest.raises(ValueError, match="holds the arrays tokens, positions: ") as error:
+        load_embeddings(tmp_path / "all.npz")
+    (command,) = re.findall(r"(numpy\.save\(.*\)) makes", str(error.value))
+    new = tmp_path / "new.npy"
+    exec(command.replace("NEW.npy", str(new)), {"numpy": np})
+    (entry,) = load_embeddings(new)
+    assert torch.equal(entry.matrix, torch.from_numpy(matrix))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -102,6 +102,39 @@ def test_other_dialects(name, text, tmp_path):
     assert read.ratings == (8.0, 0.04)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    {
+        # WordSim-353's set1.csv, whose raters have numbers for names
+        "set1.csv": "Word 1,Word 2,Human (mean),1,2\nNew York,city,8,9,7\na,b,0.5,0,1\n",
+        "before.csv": "Word 1,Word 2,1,2,Average\nNew York,city,9,7,8\na,b,0,1,0.5\n",
+        "deviation.csv": "term_a,term_b,sd,mean\nNew York,city,1.4,8\na,b,0.7,0.5\n",
+        "counts.tsv": "w1\tw2\tn1\tn2\tscore\nNew York\tcity\t5\t6\t8\na\tb\t9\t1\t0.5\n",
+        # As gensim has it, with a header that is a comment
+        "comments.tsv": "# A set\n# Word 1\tWord 2\tHuman (mean)\nNew York\tcity\t8\na\tb\t.5\n",
+        "header.tsv": "# Word 1\tWord 2\tsd\tRating\nNew York\tcity\t1\t8\na\tb\t2\t0.5\n",
+    }.items(),
+)
+def test_the_rating_is_the_column_that_says_so(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    (read,) = read_word_similarity(tmp_path / name).values()
+    assert read == WordSimilaritySet((("New York", "city"), ("a", "b")), (8.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("raters.csv", "old,new,7,8,6\na,b,1,2,1\n", r"\(column 3, column 4, column 5\)"),
+        ("twice.csv", "w1,w2,mean_a,mean_b\nold,new,7,8\n", r"\(mean_a, mean_b\), and it is not"),
+        ("spaces.csv", "New York city 8\n", "'city' is neither a word nor a rating: if words have"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_word_similarity(tmp_path / name)
+
+
 def test_what_is_no_set(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match=r"MEN_dataset_lemma_form_full, rw\.txt, SimLex-999"):

@@ -93,7 +93,8 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     SimLex-999 (Hill et al. 2015), and the two halves of WordSim-353, similarity and relatedness
     (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file. A file has in each line two words
     and, in a column of its own, a number, separated by tabs, commas or spaces. The first line may
-    be a header.
+    be a header, which says which of several columns with numbers is the rating: the one whose name
+    contains mean, human, average, score or rating. Lines that begin with # are comments.
 
     Raises:
         ValueError: if there is no set, or a line has an unexpected format.
@@ -242,20 +243,31 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     return SetScore(r, spearman, count, total)
 
 
+# What a column with the ratings is called, and the first two of a header.
+_RATINGS = ("mean", "human", "average", "avg", "score", "rating")
+_WORDS = re.compile(r"(word|term|item|token|lemma|noun|verb|w|t)[ _-]?(1|2|a|b|one|two)", re.I)
+
+
 def _read(path: Path) -> WordSimilaritySet:
     """The set in a file with two words and a rating in each line; see the function above."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip(" \t,;")]
+    comments = [line.lstrip("# ") for _, line in numbered if line.startswith("#")]
+    numbered = [(n, line) for n, line in numbered if not line.startswith("#")]
     # The first line shows what separates the fields; without a sign it is spaces.
-    beginning = next((line for line in lines if line.strip()), "")
+    beginning = numbered[0][1] if numbered else ""
     sign = next((sign for sign in "\t;," if sign in beginning), None)
-    rows = [line.split() if sign is None else _fields(line, sign) for line in lines]
-    table = [(number, row) for number, row in enumerate(rows, 1) if any(row)]
-    # A header has no numbers where the others have the rating.
-    if table and len(table[0][1]) > 2 and not any(map(_is_number, table[0][1][2:])):
-        table.pop(0)
+    table = [(n, line.split() if sign is None else _fields(line, sign)) for n, line in numbered]
+    # A header has no numbers where the others have the rating, or names where they have words; it
+    # may be a comment, as in gensim's copies.
+    header: list[str] = []
+    if table and _is_header(table[0][1]):
+        header = table.pop(0)[1]
+    elif sign is not None and comments and _is_header(last := _fields(comments[-1], sign)):
+        header = last
     if not table:
         raise ValueError(f"{path} contains no pairs")
     top = table[0][1]
@@ -264,8 +276,7 @@ def _read(path: Path) -> WordSimilaritySet:
             f"{path}: the first column has a number in each line, such as {top[0]!r}, and "
             "not a word: remove the index or the ids, as pandas' to_csv(index=False) does"
         )
-    # The rating is the first number after the words.
-    column = next((i for i in range(2, len(top)) if _is_number(top[i])), 2)
+    column = _rating_column(path, header, top, is_spaced=sign is None)
     pairs, ratings = [], []
     for number, fields in table:
         words, rating = fields[:2], fields[column] if column < len(fields) else ""
@@ -278,6 +289,41 @@ def _read(path: Path) -> WordSimilaritySet:
         pairs.append((first, second))
         ratings.append(float(rating))
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
+
+
+def _is_header(row: Sequence[str]) -> bool:
+    """Whether a row has the names of columns: raters and counts may be numbers there, too."""
+    names_words = len(row) > 2 and row[0] != row[1] and all(map(_WORDS.fullmatch, row[:2]))
+    return names_words or (len(row) > 2 and not any(map(_is_number, row[2:])))
+
+
+def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spaced: bool) -> int:
+    """The column of the rating: the only number, or the one whose name says so.
+
+    Args:
+        header: the names of the columns; empty if the file has none.
+        row: the fields of the first pair.
+        is_spaced: whether spaces separate the fields, which may also be in a word.
+    """
+    numbers = [i for i in range(2, len(row)) if _is_number(row[i])]
+    # The rating is the first number in the files as published, and the words are single there.
+    if len(numbers) < 2 or path.name in _PUBLISHED:
+        column = numbers[0] if numbers else 2
+        if is_spaced and column > 2:
+            raise ValueError(
+                f"{path}: {row[2]!r} is neither a word nor a rating: if words have spaces in "
+                "them, separate the columns by tabs"
+            )
+        return column
+    for name in _RATINGS:
+        named = [i for i in numbers if i < len(header) and name in header[i].lower()]
+        if len(named) == 1:
+            return named[0]
+    columns = ", ".join(header[i] if i < len(header) else f"column {i + 1}" for i in numbers)
+    raise ValueError(
+        f"{path} has several columns with numbers ({columns}), and it is not clear which of them "
+        f"has the ratings: name that column {_RATINGS[0]} in the first line, or remove the others"
+    )
 
 
 def _fields(line: str, delimiter: str) -> list[str]:

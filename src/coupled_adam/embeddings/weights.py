@@ -7,6 +7,7 @@ Nothing in a file is executed: PyTorch's archives are loaded with ``weights_only
 import contextlib
 import dataclasses
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from coupled_adam.errors import one_line
 from coupled_adam.files import regular
 from coupled_adam.runs import parse_step
 
+_FASTTEXT = (793712314).to_bytes(4, "little")  # how its models begin
+_LONGEST_LINE = 1 << 20  # bytes
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
 """The suffixes of the files that :func:`open_file` opens."""
@@ -71,7 +74,6 @@ def _known_format(path: Path) -> str:
     with readable(f"{path}: cannot be read"), regular(path).open("rb") as file:
         start = file.read(4096)
     # By the content, since these files have any name.
-    line = start.partition(b"\n")[0].rstrip()
     if not start:
         return "is empty: it has 0 bytes"
     if start.startswith(b"version https://git-lfs"):
@@ -82,19 +84,64 @@ def _known_format(path: Path) -> str:
             f"({str(path)!r}).tensors}}['token_embd.weight'] is a tensor t, and numpy.save("
             "'NEW.npy', gguf.dequantize(t.data, t.tensor_type)) makes a matrix of it"
         )
-    # Word vectors: as text, a word and its numbers in each line; or word2vec's binary numbers.
-    has_header = re.fullmatch(rb"\d+ \d+", line) is not None
-    row = start.split(b"\n")[has_header].split() if start.count(b"\n") > has_header else []
-    is_text = len(row) > 8 and all(
-        re.fullmatch(rb"-?\d*\.?\d+(e-?\d+)?", cell) for cell in row[-8:]
-    )
-    if has_header or is_text:
-        options = "no_header=True" if not has_header else f"binary={not is_text}"
+    save = "numpy.save('NEW.npy', "
+    if start.startswith(_FASTTEXT):
         return (
-            "holds word vectors, which the package gensim reads: numpy.save('NEW.npy', gensim."
-            f"models.KeyedVectors.load_word2vec_format({str(path)!r}, {options}).vectors)"
+            f"holds a model of fastText, which the package gensim reads: {save}gensim.models."
+            f"fasttext.load_facebook_vectors({str(path)!r}).vectors)"
+        )
+    if arrays := _arrays(path):
+        return (
+            f"holds the arrays {', '.join(arrays)}: {save}numpy.load({str(path)!r})"
+            f"[{arrays[0]!r}]) makes a file of one of them"
+        )
+    if options := _word_vectors(path):
+        return (
+            f"holds word vectors, which the package gensim reads: {save}gensim.models.KeyedVectors"
+            f".load_word2vec_format({str(path)!r}, {options}).vectors)"
         )
     return ""
+
+
+def _arrays(path: Path) -> list[str]:
+    """The names of the arrays in a file that ``numpy.savez`` has written; empty for others."""
+    try:
+        names = zipfile.ZipFile(path).namelist()
+    except (zipfile.BadZipFile, OSError):
+        return []
+    arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
+    return arrays if len(arrays) == len(names) else []
+
+
+def _word_vectors(path: Path) -> str:
+    """The options with which gensim reads a file of word vectors; empty if it is none.
+
+    As text they have a word and its numbers in each line, and word2vec's binary format has a word,
+    a space and float32 numbers; their count and width may come first.
+    """
+    with regular(path).open("rb") as file:
+        first, second = (file.readline(_LONGEST_LINE) for _ in range(2))
+    header = re.fullmatch(rb"(\d{1,12}) (\d{1,9})\s*", first)
+    if header is None:
+        width = len(first.split()) - 1
+        is_text = width > 1 and not _numbers(first, width + 1)
+        is_text = is_text and all(_numbers(line, width) for line in (first, second) if line)
+        return "no_header=True" if is_text else ""
+    count, width = map(int, header.groups())
+    if _numbers(second, width):
+        return "binary=False"
+    # A word has a byte at least, and a space behind it.
+    is_binary = path.stat().st_size >= len(first) + count * (4 * width + 2)
+    return "binary=True" if count and width and is_binary else ""
+
+
+def _numbers(line: bytes, count: int) -> bool:
+    """Whether the last fields of a line are so many numbers."""
+    fields = line.split()
+    try:
+        return 0 < count <= len([float(field) for field in fields[-count:]])
+    except ValueError:
+        return False
 
 
 def _open_safetensors(path: Path) -> Weights:
@@ -124,10 +171,17 @@ def read_array(path: Path) -> NDArray[Any]:
 
 def _open_archive(path: Path) -> Weights:
     """Open a file written by ``torch.save``; nested keys are joined with dots."""
+    with readable(f"{path}: cannot be read"), regular(path).open("rb") as file:
+        start = file.read(512)
+    # A zip file; before torch 1.6 a pickle, and before torch 0.1.10 one in a tar file. The last two
+    # cannot be memory-mapped.
+    is_zip = start.startswith(b"PK\3\4")
+    if not is_zip and start[:1] != b"\x80" and b"ustar" not in start:
+        raise ValueError(
+            f"{path} is not a file that torch.save has written; as a matrix of another program, "
+            "save it as .npy, with numpy.save"
+        )
     try:
-        # The format before torch 1.6 is not a zip file and cannot be memory-mapped.
-        with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\3\4"
         tensors = dict(_tensors("", torch.load(path, "cpu", weights_only=True, mmap=is_zip)))
     except Exception:
         # torch's own message recommends to execute what is in the file.

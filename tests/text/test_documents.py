@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import sys
+import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -240,3 +241,19 @@ def test_unreadable_files(name, tmp_path, capfd):
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
     assert not capfd.readouterr().err
+
+
+def test_a_long_line_takes_no_more_memory_than_its_pieces(tmp_path):
+    """As a text without newlines is; it is cut where passages of one line are cut."""
+    path = tmp_path / "text.txt"
+    path.write_text("words " * 4_000_000)
+    tracemalloc.start()
+    lengths = [len(document) for document in documents(path)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6
+    assert lengths == [len(text) for text in passages(["words " * 4_000_000]) if text]
+    # Of a long object the beginning is enough to know it.
+    (tmp_path / "part-0").write_text(json.dumps({"text": "words " * 400_000}))
+    with pytest.raises(UsageError, match="its first line is a JSON object"):
+        next(documents(tmp_path / "part-0"))

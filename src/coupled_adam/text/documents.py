@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import lzma
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -106,7 +107,11 @@ def column_texts(tables: "Iterable[Table | RecordBatch]", column: str) -> Iterat
             yield _text(value, column)
 
 
-def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
+_PASSAGE = 4000  # characters
+_PIECE = 64 * 4 * _PASSAGE  # of a line, so that passages end where they would in the whole line
+
+
+def passages(lines: Iterable[str], length: int = _PASSAGE) -> Iterator[str]:
     """Join lines into passages that end at the first blank line after ``length`` characters.
 
     A passage without such a line ends after four times that length.
@@ -187,13 +192,15 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
                 _check_column(row, column)
                 yield _text(row[column], column)
             return
-        first = next(lines, "")
+        # A text without newlines is one long line, which is read in pieces.
+        pieces: Iterator[str] = iter(lambda: lines.readline(_PIECE), "")
+        first = next(pieces, "")
         if kind not in PLAIN and _is_json_object(first):
             raise UsageError(
                 "its first line is a JSON object: rename it to end in .jsonl if each line is one, "
                 "and in .txt if it is plain text"
             )
-        text = itertools.chain([first], lines)
+        text = itertools.chain([first], pieces)
         if separator is None:
             yield from passages(text)
         else:  # in large chunks, as most lines have no separator
@@ -201,6 +208,8 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
 
 
 def _is_json_object(line: str) -> bool:
+    if len(line) == _PIECE:  # cut: its first key tells
+        return re.match(r'\s*\{\s*"[^"]*"\s*:', line) is not None
     if not line.lstrip().startswith("{"):
         return False
     try:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from coupled_adam import files, outputs
+from coupled_adam import files, inputs, outputs
 from coupled_adam.errors import UsageError
 from processes import Process
 
@@ -162,7 +162,7 @@ def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "x.json"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(UsageError, match=rf"{path} is damaged \(.+\): restore it, or move it away"):
-        files.read(path, lambda text: text.index("}"))
+        inputs.read_own(path, lambda text: text.index("}"))
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

@@ -14,8 +14,8 @@ import coupled_adam
 ROOMS = [
     "errors",
     "fields",
-    "files",
     "inputs",
+    "files",
     "outputs",
     "runs",
     "optim",

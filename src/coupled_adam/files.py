@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.inputs import regular
 
 try:
     import fcntl
@@ -73,6 +73,8 @@ def _becoming(path: Path, make: Callable[[Path], object]) -> Iterator[Path]:
             yield temporary
             temporary.replace(path)
     except OSError as error:
+        if error.errno is None:  # NumPy's, which says how many numbers a full disk has taken
+            raise OSError(errno.ENOSPC, str(error), str(path)) from None
         # A full disk names no file, and the temporary one will be gone.
         if error.filename is None or str(error.filename).startswith(str(temporary)):
             error.filename, error.filename2 = str(path), None
@@ -127,35 +129,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def regular(path: Path) -> Path:
-    """The path of a file whose content has an end; everything that others bring is opened by it.
-
-    Raises:
-        OSError: it is a pipe, for which one would wait for ever, or a device.
-    """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
-    return path
-
-
-def read(path: Path, parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of the text of a file that this package has written.
-
-    Raises:
-        UsageError: the file is missing, is no regular file, or cannot be parsed.
-    """
-    try:
-        # A pipe of that name would be waited for.
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no file")
-        return parse(path.read_text(encoding="utf-8"))
-    except Exception as error:  # whatever is wrong with the content
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(
-            f"{path} is damaged ({one_line(reason, 200)}): restore it, or move it away"
-        ) from None
 
 
 def checksum(path: Path) -> str:

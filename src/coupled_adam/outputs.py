@@ -76,6 +76,8 @@ def sole_writer(folder: Path, wait: float = 0) -> Iterator[None]:
     Raises:
         UsageError: if another process writes to it, or this one may not.
     """
+    is_link = (folder / LOCK).is_symlink()
+    require(not is_link, f"{folder / LOCK} is a link, by which nothing is locked: remove it")
     try:
         lock = FileLock(folder / LOCK).acquire(timeout=wait)
     except Timeout:

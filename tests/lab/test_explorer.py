@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from coupled_adam.cli import main
 from coupled_adam.embeddings import explorer, load_embeddings, row_norms
 from coupled_adam.embeddings.analysis import analyze_model
+from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.undertrained import find_undertrained
-from coupled_adam.inputs import AnalysisInputs
 from lab.browser import needs_browser
 
 pytest.importorskip("plotly")

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings.analysis import analyze_model
+from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.changes import compare_analyses
 from coupled_adam.embeddings.neighbours import find_neighbours
 from coupled_adam.embeddings.undertrained import find_undertrained
-from coupled_adam.inputs import AnalysisInputs
 
 SMALL = {"vocab_size": 420, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_output()
         return _READER_GONE
-    except Exception as error:
+    except BaseException as error:  # some of Rust's are no Exception
         code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
-def _explained(error: Exception, command: str, resume: str) -> tuple[int, str]:
+def _explained(error: BaseException, command: str, resume: str) -> tuple[int, str]:
     """The exit code and the message of an error; 0 and nothing if it is a bug."""
     match error:
         case UsageError():
@@ -125,6 +125,9 @@ def _explained(error: Exception, command: str, resume: str) -> tuple[int, str]:
             said = f"{type(error).__name__} {error}"
             if any(word in said for word in ("MemoryError", "OutOfMemory", "DefaultCPUAllocator")):
                 return 1, f"out of memory: {one_line(error)}{resume}"
+        case BaseException() if type(error).__name__ == "PanicException":
+            # Of the package tokenizers, for a regular expression that is never done, for example.
+            return 2, f"a tokenizer cannot process the text: {one_line(error)}"
     return 0, ""
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import MeasuringOptions
 from coupled_adam.cli.terminal import show, working
+from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
-from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Array, Mask, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.repair import repair_commands
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
-from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
 from coupled_adam.files import resolved
-from coupled_adam.inputs import AnalysisInputs
+from coupled_adam.inputs import read_array
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, model_source
 from coupled_adam.text.token_files import Tokens, token_file

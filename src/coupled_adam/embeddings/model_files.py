@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from coupled_adam.embeddings.weights import SUFFIXES, Weights, open_file, readable
-from coupled_adam.files import regular
+from coupled_adam.inputs import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
@@ -184,5 +184,5 @@ def _open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
 
 def _json(path: Path) -> dict[str, Any]:
     with readable(f"{path}: not a JSON object"):
-        content: dict[str, Any] = {**json.loads(regular(path).read_text(encoding="utf-8"))}
+        content: dict[str, Any] = {**json.loads(read_text(path))}
     return content

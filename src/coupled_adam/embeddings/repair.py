@@ -31,7 +31,8 @@ from coupled_adam.embeddings.loading import (
     model_embeddings,
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
-from coupled_adam.files import new_folder, regular, resolved, write_atomically
+from coupled_adam.files import new_folder, resolved, write_atomically
+from coupled_adam.inputs import bounded_model, check_counts, check_files_in, read_text
 from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -253,7 +254,7 @@ def _other_parts(source: Path) -> set[Path]:
     ``modules.json`` of sentence-transformers lists them; its first part may be the model itself.
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        modules = json.loads(regular(source / "modules.json").read_text(encoding="utf-8"))
+        modules = json.loads(read_text(source / "modules.json"))
         return {Path(module["path"]) for module in modules} - {Path()}
     return set()
 
@@ -278,15 +279,18 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
         reported = load_embeddings(source)
     if source.is_file():
         return None, reported
+    check_files_in(source)
     try:
-        model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
-            source,
-            dtype="auto",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        check_counts(config)
+        with bounded_model():
+            model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
+                source,
+                dtype="auto",
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # of many types
         raise UsageError(f"{source} cannot be loaded ({one_line(error)})") from None
     # transformers only warns of these.

@@ -22,7 +22,7 @@ from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
 from coupled_adam.embeddings.partition import Directions, log_partitions
 from coupled_adam.embeddings.references import span
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
-from coupled_adam.embeddings.weights import read_array
+from coupled_adam.inputs import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
 

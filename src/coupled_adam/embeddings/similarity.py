@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, as_array, as_float64, check
+from coupled_adam.inputs import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +252,7 @@ _WORDS = re.compile(r"(word|term|item|token|lemma|noun|verb|w|t)[ _-]?(1|2|a|b|o
 def _read(path: Path) -> WordSimilaritySet:
     """The set in a file with two words and a rating in each line; see the function above."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path, "utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip(" \t,;")]

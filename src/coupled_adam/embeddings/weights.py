@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.errors import one_line
-from coupled_adam.files import regular
+from coupled_adam.inputs import read_array, regular
 from coupled_adam.runs import parse_step
 
 _FASTTEXT = (793712314).to_bytes(4, "little")  # how its models begin
@@ -148,7 +146,7 @@ def _open_safetensors(path: Path) -> Weights:
     from safetensors import safe_open
 
     with readable(f"{path}: not a whole safetensors file"):
-        file: Any = safe_open(path, framework="pt")
+        file: Any = safe_open(regular(path), framework="pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
 
     def read(name: str) -> Tensor:
@@ -157,16 +155,6 @@ def _open_safetensors(path: Path) -> Weights:
         return tensor
 
     return Weights(str(path), shapes, read)
-
-
-def read_array(path: Path) -> NDArray[Any]:
-    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file."""
-    with readable(f"{path}: not a .npy file of numbers"):
-        # This function never unpickles, and compares the size of the file with its header.
-        array = np.lib.format.open_memmap(regular(path), mode="c")
-    if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
-        raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
-    return array
 
 
 def _open_archive(path: Path) -> Weights:

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.fields import require
+from coupled_adam.inputs import bounded_model, check_counts
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.sections import Model
 
@@ -26,7 +27,9 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         UsageError: transformers cannot build this architecture with these values.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
+        check_counts(recipe.model.config)
+        with bounded_model():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
     except UsageError:
         raise
     except Exception as error:  # each architecture has checks of its own

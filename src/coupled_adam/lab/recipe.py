@@ -22,7 +22,7 @@ from pydantic import Field, InstanceOf
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line, prefixed_usage_error
 from coupled_adam.fields import Seed, checked, require
-from coupled_adam.files import regular
+from coupled_adam.inputs import read_text
 from coupled_adam.lab.arms import Arm, arms_from
 from coupled_adam.lab.sections import Data, Model, Training
 
@@ -244,7 +244,7 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
     is_ours = name in recipe_names()
     path = _FOLDER / f"{name}.yaml" if is_ours else Path(name)
     try:
-        text = (path if is_ours else regular(Path(name))).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if is_ours else read_text(Path(name))
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         hint = did_you_mean(Path(name).name, recipe_names(), "see coupled-adam recipes")
         reason = getattr(error, "strerror", None) or error

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from coupled_adam.embeddings import load_embeddings
 from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import Count, Finite, WholeNumber, require
-from coupled_adam.files import read
+from coupled_adam.inputs import read_array, read_own
 from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from
 from coupled_adam.runs import (
@@ -30,11 +30,18 @@ from coupled_adam.runs import (
     by_step,
 )
 
+
 # What the files of a run must hold for those who read them, which pydantic checks: a report may be
 # made of another person's runs, and a message about a damaged file should name it. Further keys may
 # be there, as of a newer version.
-_Spectrum = Annotated[list[Finite], Field(min_length=1)]
-_Measures = dict[str, Finite | _Spectrum | None]
+# All other keys are numbers; mypy does not know PEP 728 yet.
+class _Spectra(TypedDict, total=False, extra_items=Finite | None):  # type: ignore[call-arg]
+    singular_values: Annotated[list[Finite], Field(min_length=1)]
+
+
+class _Measures(_Spectra, total=False):
+    centered: _Spectra | None
+    all_but_the_top: _Spectra | None
 
 
 class _Score(TypedDict):
@@ -62,8 +69,8 @@ class _Evaluation(TypedDict, total=False):
     test_tokens: Count
     test_batches: Count | None
     parameters: Count
-    embeddings: dict[str, Finite | _Spectrum | _Measures | None]
-    input_embeddings: dict[str, Finite | _Spectrum | _Measures | None] | None
+    embeddings: _Measures
+    input_embeddings: _Measures | None
     word_similarity: _Similarity | None
     lm_eval: _Accuracy | None
 
@@ -221,7 +228,7 @@ class Run:
             (UsageError, OSError, ValueError, EOFError),
         ):
             require(path.is_file(), "it is no file")
-            values: NDArray[Any] = np.load(path)
+            values = read_array(path)
             is_whole = values.dtype.kind in "iuf" and values.ndim == 1 and len(values) >= size
             require(
                 is_whole and values.min() >= 0 < values.sum(),
@@ -245,7 +252,7 @@ def read_run(folder: Path) -> Run:
         require(arm in recipe.arms and seed in recipe.seeds, f"its recipe has no {arm}, {seed}")
         return Run(recipe, arm, seed, folder)
 
-    return read(folder / CONFIG, parse)
+    return read_own(folder / CONFIG, parse)
 
 
 def read_evaluation(folder: Path) -> dict[str, Any]:
@@ -263,7 +270,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
         _NUMBERS.validate_python(entries, strict=True)
         return entries
 
-    return read(path, parse) if path.exists() else []
+    return read_own(path, parse) if path.exists() else []
 
 
 def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
@@ -274,4 +281,4 @@ def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
         kind.validate_python(content, strict=True)
         return content
 
-    return read(path, parse) if path.exists() else {}
+    return read_own(path, parse) if path.exists() else {}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.files import files_below
+from coupled_adam.inputs import regular
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -183,9 +184,9 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
         except ModuleNotFoundError:
             raise UsageError(".parquet needs a package: pip install pyarrow") from None
 
-        yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
+        yield from column_texts(parquet.ParquetFile(regular(path)).iter_batches(1000), column)
         return
-    with _OPEN.get(path.suffix.lower(), open)(path, "rt", encoding="utf-8-sig") as lines:
+    with _OPEN.get(path.suffix.lower(), open)(regular(path), "rt", encoding="utf-8-sig") as lines:
         if kind in TABLES:
             delimiter = {".csv": ",", ".tsv": "\t"}.get(kind)
             for row in _json_rows(lines) if delimiter is None else _csv_rows(lines, delimiter):

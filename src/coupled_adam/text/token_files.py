@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import regular, resolved
+from coupled_adam.files import resolved
+from coupled_adam.inputs import read_array, regular
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
@@ -82,8 +83,8 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
         UsageError: the file cannot be read, is truncated, or holds wider numbers.
     """
     try:
-        size = regular(path).stat().st_size
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
+            size = path.stat().st_size
             start = file.read(2**16)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
@@ -110,7 +111,7 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
 def _array_file(path: Path) -> TokenFile:
     """The ids of a ``.npy`` file, whose header says where and what they are."""
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        ids = read_array(path)
     except ValueError as error:
         raise UsageError(f"{path} cannot be read: {one_line(error)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

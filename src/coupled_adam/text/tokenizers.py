@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.inputs import check_files_in, regular
 from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import hub_error, reach_hub
 
@@ -33,10 +36,11 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     if not is_here:
         reach_hub()
     tokenizer: PreTrainedTokenizerBase
+    check_files_in(Path(name))
     try:
         if Path(name).is_file():
             cls: Any = PreTrainedTokenizerFast  # which has no types
-            tokenizer = cls(tokenizer_file=str(name))
+            tokenizer = cls(tokenizer_file=str(regular(Path(name))))
         else:
             tokenizer = AutoTokenizer.from_pretrained(
                 name,
@@ -44,6 +48,8 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
                 local_files_only=is_here,
                 trust_remote_code=False,
             )
+        if tokenizer.is_fast:
+            _check_growth(tokenizer)
         # That nothing stands for what it does not know shows only here: a hieroglyph.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
         # Without their files, transformers makes some tokenizers of special tokens and a space.
@@ -53,6 +59,32 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
     return tokenizer
+
+
+_MOST_GROWTH = 1000
+
+
+def _check_growth(tokenizer: Any) -> None:
+    """Raise ValueError for a tokenizer whose replacements may make a text so long that it aborts.
+
+    Each of many steps may double it.
+    """
+    for name in ("normalizer", "decoder"):
+        steps = getattr(tokenizer.backend_tokenizer, name)
+        growth = 1.0 if steps is None else _growth(json.loads(steps.__getstate__()))
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"its {name} may make a text {growth:.2g} times longer")
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times longer the replacements of a normalizer or a decoder may make a text."""
+    inner = [*step.get("normalizers", ()), *step.get("decoders", ())]
+    if step.get("type") == "Replace":
+        pattern = step["pattern"]
+        # A regular expression may match nothing, between any two characters.
+        replaced, kept = (len(pattern["String"]), 0) if "String" in pattern else (1, 1)
+        return max(1.0, kept + len(step["content"]) / max(replaced, 1))
+    return math.prod(map(_growth, inner))
 
 
 def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:

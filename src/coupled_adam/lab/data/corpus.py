@@ -19,6 +19,7 @@ from coupled_adam.embeddings import unigram_counts
 from coupled_adam.errors import UsageError, prefixed_usage_error
 from coupled_adam.fields import require
 from coupled_adam.files import checksum, new_folder, remove
+from coupled_adam.inputs import read_array, read_text
 from coupled_adam.lab.data.source import Source, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
@@ -58,7 +59,7 @@ class Corpus:
 
     def unigram_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training split, [V]."""
-        counts: NDArray[np.int64] = np.load(self.folder / COUNTS)
+        counts: NDArray[np.int64] = read_array(self.folder / COUNTS)
         return counts
 
     @property
@@ -196,7 +197,7 @@ def _make(
 def _facts(folder: Path) -> dict[str, Any] | None:
     """The facts of a corpus; None if it is not there, or any of its files is not as it was made."""
     try:
-        facts: dict[str, Any] = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = json.loads(read_text(folder / _FACTS))
         return facts if facts["checksums"] == _checksums(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -13,8 +13,8 @@ from transformers import (
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.fields import require
+from coupled_adam.inputs import bounded_model, check_counts, check_files_in
 from coupled_adam.lab.run import Run, read_run
-from coupled_adam.lab.sections import MOST_LAYERS
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import MODEL, inner_runs
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
@@ -44,9 +44,7 @@ def trusted_run(folder: Path, variant: str | None = None) -> Run:
 def check_model(source: Path | str) -> None:
     """Raise UsageError unless this is the folder of a model, or could be the id of one."""
     folder = Path(source)
-    # Whoever reads a pipe waits for what comes out of it.
-    for path in folder.iterdir() if folder.is_dir() else []:
-        require(path.is_file() or path.is_dir(), f"{path} is no file: remove it")
+    check_files_in(folder)
     if (folder / "config.json").exists() or (not folder.exists() and is_hub_id(str(source))):
         return
     problem = "is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
@@ -76,15 +74,16 @@ def load_model(
         reach_hub()
     where: Any = {"revision": revision or "main", "local_files_only": is_here}
     try:
-        _check_layers(PreTrainedConfig.get_config_dict(source, **where)[0])
-        model, report = cls.from_pretrained(
-            source,
-            **where,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        check_counts(PreTrainedConfig.get_config_dict(source, **where)[0])
+        with bounded_model():
+            model, report = cls.from_pretrained(
+                source,
+                **where,
+                dtype=torch.float32,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{source}: {reason}") from None
@@ -93,15 +92,6 @@ def load_model(
     require(not missing, f"{source}: weights are missing and would be random: {missing}")
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
-
-
-def _check_layers(config: dict[str, Any]) -> None:
-    """Raise ValueError for a configuration with so many layers that none are ever all built."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _check_layers(value)
-        elif "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
-            raise ValueError(f"{key}={value} in its config.json must be at most {MOST_LAYERS}")
 
 
 def load_trained(run: Run, device: str) -> tuple[PreTrainedModel, Variant]:
@@ -128,4 +118,5 @@ def load_model_tokenizer(
 def block_length(model: PreTrainedModel) -> int:
     """The length of a model's input blocks: as many tokens as it allows, but at most 1024."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or 1024, 1024)
+    # -1 stands for no limit, as of XLNet.
+    return min(positions, 1024) if positions and positions > 0 else 1024

@@ -12,7 +12,8 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.fields import require
-from coupled_adam.files import new_file, read, remove, resolved, write_atomically
+from coupled_adam.files import new_file, remove, resolved, write_atomically
+from coupled_adam.inputs import read_own
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all, overview
 from coupled_adam.lab.reporting.frame import read_runs
@@ -129,7 +130,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
 def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
     """Replace the files of a report by new ones, and remove those that it no longer has."""
     listed = out / _WRITTEN
-    written = read(listed, _names) if listed.exists() else set()
+    written = read_own(listed, _names) if listed.exists() else set()
     # Until all is done the list has the old files and the new ones.
     write_atomically(listed, json.dumps(sorted(written | contents.keys()), indent=1))
     # All are written under other names, and renamed when the last one has been.

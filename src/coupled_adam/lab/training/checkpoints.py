@@ -19,7 +19,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
-from coupled_adam.files import checksum, read, remove, write_atomically
+from coupled_adam.files import checksum, remove, write_atomically
+from coupled_adam.inputs import read_own
 from coupled_adam.lab.training.distributed import (
     any_rank,
     on_every_rank,
@@ -73,7 +74,7 @@ class Checkpoints(pl.Callback):
 
     def _expected(self) -> dict[str, Any]:
         path = self.folder / CHECKSUMS
-        content = read(path, json.loads) if path.exists() else {}
+        content = read_own(path, json.loads) if path.exists() else {}
         if not isinstance(content, dict):
             raise UsageError(f"{path} is damaged: move it away")
         return content

@@ -1,0 +1,150 @@
+"""What users bring is opened in one room, which waits for nothing and builds nothing endless."""
+
+import ast
+import os
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import coupled_adam
+from coupled_adam import inputs
+from coupled_adam.errors import UsageError
+from coupled_adam.text.tokenizers import load_tokenizer
+
+SOURCE = Path(coupled_adam.__file__).parent
+# Files of Python, of this package and of the system, which users do not bring.
+OWN = {"references.py", "python_documentation.py", "environment.py", "recipe.py", "terminal.py"}
+
+
+def reading_calls(path):
+    """The calls of a module that open a file for reading, as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        name = name if name == "os.open" else name.rpartition(".")[2]  # which locks
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        writes = any(isinstance(mode, str) and re.match("[wa]b?$", mode) for mode in modes)
+        if name in ("read_text", "read_bytes", "safe_open") or (name == "open" and not writes):
+            yield ast.unparse(node)
+
+
+def test_files_have_one_opener():
+    """Whoever opens a file asks whether it is a regular one; and texts are read by its room."""
+    rooms = [path for path in SOURCE.rglob("*.py") if "integrations" not in path.parts]
+    for path in rooms:
+        if path.name not in OWN and path != SOURCE / "inputs.py":
+            for call in reading_calls(path):
+                assert "regular(" in call or call.startswith("read_text("), f"{path}: {call}"
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    """A file of each kind that has no end, or is no whole file of numbers."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**28 + 1)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipe", "it is a pipe or a device"),
+        ("zero", "it is a pipe or a device"),
+        ("large", "it has 268,435,457 bytes, and may have"),
+    ],
+)
+def test_texts_have_an_end(name, message, kinds):
+    with pytest.raises(OSError, match=message):
+        inputs.read_text(kinds / name)
+    with pytest.raises(UsageError, match=rf"{name} is damaged \(.*{message}"):
+        inputs.read_own(kinds / name, str)
+
+
+def test_arrays_are_numbers(tmp_path):
+    """Mapped, and whole: no archive, no pickle, none that is longer than its file."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(6))
+    whole = path.read_bytes()
+    assert inputs.read_array(path).tolist() == [0, 1, 2, 3, 4, 5]
+    np.save(path, np.array([{}, "x"], object))
+    pickled = path.read_bytes()
+    np.save(path, np.array(["x"]))
+    texts = path.read_bytes()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.npy", whole)
+    huge = whole.replace(b"(6,), ", b"(6" + 5 * b"0" + b",), ")
+    for content in (pickled, texts, path.read_bytes(), whole[:-1], whole[:40], b"", huge):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"not a \.npy file of numbers"):
+            inputs.read_array(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"n_layer": 200_000}, "n_layer=200000 must be at most 1000"),
+        ({"text_config": {"num_hidden_layers": 1e9}}, "num_hidden_layers=1000000000.0 must"),
+        ({"encoder_layers": 1001}, "encoder_layers=1001 must be"),
+        ({"num_labels": 10**8}, "num_labels=100000000 must be at most 1048576"),
+        ({"n_positions": 10**8}, "n_positions=100000000 must"),
+        ({"num_blocks": 10**7}, "num_blocks=10000000 must be at most 1000"),
+    ],
+)
+def test_what_a_configuration_counts_is_bounded(config, message):
+    with pytest.raises(ValueError, match=message):
+        inputs.check_counts(config)
+
+
+def test_what_a_configuration_may_say():
+    """Rates of rotation, tokens of the training, and sizes of the largest models."""
+    inputs.check_counts(
+        {
+            "rope_theta": 5e8,
+            "vocab_size": 1_000_000,
+            "max_position_embeddings": 10_485_760,
+            "num_parameters": 7_000_000_000,
+            "num_tokens_seen": 10**12,
+            "num_hidden_layers": 126,
+            "num_local_experts": 512,
+            "layer_norm_eps": 1e-5,
+            "n_layer": None,
+        }
+    )
+
+
+def test_a_model_fits_into_memory(monkeypatch):
+    """While it is built, before its parameters have memory; and it has not too many modules."""
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=60, n_positions=8)
+    with inputs.bounded_model(), torch.device("meta"):
+        model = GPT2LMHeadModel(config)
+    monkeypatch.setattr(inputs, "_MOST_MODULES", len([*model.modules()]) // 2)
+    with pytest.raises(ValueError, match="has more than"), inputs.bounded_model():
+        GPT2LMHeadModel(config)
+    shape = r"takes .* GB or more, .*weight has the shape \[1000000"
+    with pytest.raises(ValueError, match=shape), inputs.bounded_model(), torch.device("meta"):
+        nn.Linear(10**6, 10**9)
+    nn.Linear(3, 3)  # outside of the block nothing is counted
+
+
+def test_a_tokenizer_must_not_blow_texts_up(tmp_path):
+    """Forty steps that double it would end the process, which no except clause can prevent."""
+    from tokenizers import Tokenizer, models, normalizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    for count, is_refused in ((2, False), (40, True)):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * count)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        if is_refused:
+            with pytest.raises(UsageError, match="its normalizer may make a text"):
+                load_tokenizer(tmp_path / "tokenizer.json")
+        else:
+            load_tokenizer(tmp_path / "tokenizer.json")

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.analysis import analyze_model
+from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
 from coupled_adam.embeddings.vocabulary import read_vocabulary
 from coupled_adam.files import write_atomically
-from coupled_adam.inputs import AnalysisInputs
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.load_model import block_length, load_model
 from coupled_adam.lab.recipe import load_recipe, override

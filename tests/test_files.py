@@ -1,5 +1,6 @@
 """Files and folders are complete or absent, and locks end with their process."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -155,6 +156,29 @@ def test_a_claim_asks_again(tmp_path):
     with pytest.raises(UsageError, match="x exists: continue it with --resume, or choose another"):
         outputs.claimed(tmp_path / "x", check).__enter__()
     assert (tmp_path / "x" / "theirs").exists()
+
+
+def test_a_disk_that_is_full_for_numbers(tmp_path):
+    """NumPy's error has no number, which would be all that is said of it."""
+
+    def write():
+        with files.new_file(tmp_path / "x.npy"):
+            raise OSError("600 requested and 0 written")
+
+    with pytest.raises(OSError, match="600 requested and 0 written") as caught:
+        write()
+    assert caught.value.errno == errno.ENOSPC
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_link_is_no_lock(tmp_path):
+    """It may lead to a file of somebody else's, and locking another file locks nothing here."""
+    (tmp_path / outputs.LOCK).symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(UsageError, match=r"\.lock is a link, by which nothing is locked: remove it"),
+        outputs.sole_writer(tmp_path),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"{", None], ids=["no UTF-8", "half", "a pipe"])

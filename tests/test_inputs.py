@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import coupled_adam
-from coupled_adam import inputs
+import token_models
+from coupled_adam import cli, inputs
 from coupled_adam.errors import UsageError
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -135,10 +137,21 @@ def test_a_model_fits_into_memory(monkeypatch):
     nn.Linear(3, 3)  # outside of the block nothing is counted
 
 
+def test_a_tokenizer_that_panics_is_one_line(tmp_path, capsys):
+    """Rust's PanicException is no Exception: the regular expression goes back too often."""
+    model = token_models.gpt2(0, vocab_size=60)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a" * 5000 + "b " + "ab " * 3000)
+    line = ["analyze", tmp_path / "model", "--tokenizer", tmp_path / "tokenizer.json"]
+    assert cli.main([*map(str, line), "--text", str(tmp_path / "text.txt")]) == 2
+    assert "error: a tokenizer cannot process the text: " in capsys.readouterr().err
+
+
 def test_a_tokenizer_must_not_blow_texts_up(tmp_path):
     """Forty steps that double it would end the process, which no except clause can prevent."""
-    from tokenizers import Tokenizer, models, normalizers
-
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     for count, is_refused in ((2, False), (40, True)):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * count)

@@ -145,15 +145,16 @@ def test_documents_are_read_once(recipe, tmp_path, monkeypatch):
     folder.mkdir()
     texts = [f"document {i}: " + "some words " * 50 for i in range(100)]
     json_lines(folder / "train.jsonl", texts)
-    load, loaded = datasets.load_dataset, []
+    builder, read = datasets.DatasetBuilder, []
+    stream = builder.as_streaming_dataset
     monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda *args, split, **kwargs: loaded.append(split) or load(*args, split=split, **kwargs),
+        builder,
+        "as_streaming_dataset",
+        lambda self, split: read.append(split) or stream(self, split=split),
     )
     values = {"data.text": None, "data.hub": str(folder), "data.max_tokens": 1000}
     corpus = prepare_corpus(override(recipe, values), tmp_path / "cache")
-    assert loaded == ["train"]
+    assert read == ["train"]
     assert decoded(corpus, "valid") == [t for t in texts if held_out_split(t, 0.1) == "valid"]
 
 

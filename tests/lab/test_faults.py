@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -480,6 +481,89 @@ def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, cap
             refused += 1
         shutil.rmtree(run)
     assert refused > 0
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Trap()))
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def pipe_instead(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+MUTATIONS = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "doubled": lambda path: path.write_bytes(2 * path.read_bytes()),
+    "a zip": zipped,
+    "a folder": folder_instead,
+    "a pipe": pipe_instead,
+}
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_no_mutation_changes_a_result(every, trained, tmp_path, monkeypatch, capsys):
+    """Whatever happens to a file of a run, there is the same result, or one line that names it."""
+    folder, corpus = trained
+    for place in ("comparison", "data.corpus"):
+        monkeypatch.setattr(f"coupled_adam.lab.{place}.prepare_corpus", lambda *_: corpus)
+    whole, run = shutil.copytree(folder, tmp_path / "whole" / "run"), tmp_path / "run"
+    evaluate_run(read_run(whole), corpus)
+    commands = {
+        "report": ["report", run, "--out", tmp_path / "report"],
+        "evaluate": ["evaluate", run, "--device=cpu"],
+        "train": ["train", "--arm=adamw", "--device=cpu", "--logger", "--resume", "--out", run],
+    }
+
+    def result(command):
+        """What a command has made of the run, but for times and places."""
+        if command == "report":
+            table = (tmp_path / "report" / "runs.csv").read_text()
+            return table.replace(str(run), "")
+        if command == "evaluate":
+            return json.loads((run / "evaluation.json").read_text())
+        weights = load_file(run / "model" / "model.safetensors")
+        return {name: tensor.tolist() for name, tensor in weights.items()}
+
+    def execute(command, mutate=None, path=None):
+        """The exit code, what was said, and the result if it succeeded."""
+        shutil.copytree(whole, run)
+        if command == "train":  # the last checkpoint is there, and the model is not
+            shutil.rmtree(run / "model")
+            (run / "evaluation.json").unlink()
+        if mutate is not None and (run / path).exists():
+            mutate(run / path)
+        code = cli.main([*map(str, commands[command])])
+        said = capsys.readouterr().err
+        made = None if code else result(command)
+        shutil.rmtree(run)
+        shutil.rmtree(tmp_path / "report", ignore_errors=True)
+        return code, said, made
+
+    expected = {command: execute(command)[2] for command in commands}
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
+    files = [path for path in files if path.name != ".lock"]
+    refused = 0
+    tried = [*itertools.product(files, MUTATIONS, commands)][::every]
+    for path, mutation, command in tried:
+        code, said, made = execute(command, MUTATIONS[mutation], path)
+        what = f"{command}: {path} {mutation}: {said}"
+        assert code in (0, 2), what
+        if code:
+            assert str(run) in error(said), what
+            refused += 1
+        else:
+            assert made == expected[command], what
+    assert not (tmp_path / "executed").exists()
+    assert 0 < refused < len(tried)
 
 
 @pytest.mark.slow

@@ -439,6 +439,21 @@ def test_runs_without_a_config_are_named(comparison, recipe):
             read_runs([comparison])
 
 
+@pytest.mark.parametrize("value", [{}, [1.0], "x", True])
+@pytest.mark.parametrize("part", [(), ("centered",)])
+def test_a_measure_is_a_number(value, part, comparison):
+    """Only singular values are several; what is used later must not fail there."""
+    path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
+    evaluation = json.loads(path.read_text())
+    measures = evaluation["embeddings"]
+    for key in part:
+        measures = measures[key]
+    measures["effective_rank"] = value
+    path.write_text(json.dumps(evaluation))
+    with pytest.raises(UsageError, match=rf"{path} is damaged .*effective_rank"):
+        report([comparison], comparison / "report")
+
+
 def test_losses_over_other_data_are_not_compared(comparison):
     """As after ``evaluate RUN --batches 1``."""
     path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"

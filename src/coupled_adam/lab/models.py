@@ -27,7 +27,6 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         UsageError: transformers cannot build this architecture with these values.
     """
     try:
-        check_counts(recipe.model.config)
         with bounded_model():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
     except UsageError:
@@ -90,6 +89,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     elif name == "stablelm":
         values |= {"use_qkv_bias": False, "partial_rotary_factor": 1.0}
     _check_config(options, default, {*own}, {*usual, *values})
+    check_counts(options.config)
     config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
     return config
 

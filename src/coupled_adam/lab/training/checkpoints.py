@@ -189,6 +189,9 @@ def _checksums(checkpoint: Path) -> dict[str, str]:
     is_folder = checkpoint.is_dir()
     files = on_rank_zero(lambda: sorted(checkpoint.iterdir()) if is_folder else [checkpoint])
     own = files[rank() :: world_size()]
-    # A single file has no name, as it is called `unfinished` when it is written.
-    by_rank = on_every_rank(lambda: {p.name if is_folder else "": checksum(p) for p in own})
+    # A single file has no name, as it is called `unfinished` when it is written; a pipe or a folder
+    # in the place of one has no checksum, so that the checkpoint is damaged.
+    by_rank = on_every_rank(
+        lambda: {p.name if is_folder else "": checksum(p) if p.is_file() else "" for p in own}
+    )
     return {name: value for sums in by_rank for name, value in sums.items()}

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
 from coupled_adam.cli import main, recipes
-from coupled_adam.cli.options import DeviceOption
+from coupled_adam.cli.options import DeviceOption, _limit_threads
 from coupled_adam.cli.parser import make_parser, parsed
 from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.embeddings import analyze
@@ -610,3 +610,16 @@ def test_the_main_job_shows_the_effect(tmp_path):
     state = [float(size) for size in re.findall(r"([\d.]+)\s+[kM]B", result.stdout)]
     assert state == [2.1, 2.1, 1.0, 17.0]
     assert "\ncoupled-adam compare --seeds 3 --out runs/demo --resume" in result.stdout
+
+
+def test_small_models_take_few_threads(monkeypatch):
+    """Unless the environment says how many, or the model is larger."""
+    chosen = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _limit_threads(366_336)
+    _limit_threads(1_200_000)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    _limit_threads(366_336)
+    assert chosen == [2]

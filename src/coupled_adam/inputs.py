@@ -114,11 +114,14 @@ def _memory() -> int:
 
 
 @contextlib.contextmanager
-def bounded_model() -> Iterator[None]:
+def bounded_model(in_memory: bool = True) -> Iterator[None]:
     """Let no model be built in the block that has too many modules, or does not fit into memory.
 
     The parameters are counted as they are registered, which in transformers is before they get
     memory.
+
+    Args:
+        in_memory: whether it will be in the memory of this machine.
 
     Raises:
         ValueError: in the block.
@@ -143,7 +146,9 @@ def bounded_model() -> Iterator[None]:
             return
         sizes[id(module), name] = tensor.nbytes
         total += tensor.nbytes
-        if total > 2 * memory:  # tied matrices count twice, and a part may be swapped out
+        if (
+            in_memory and total > 2 * memory
+        ):  # tied matrices count twice, and a part may be swapped out
             raise ValueError(
                 f"the model that it describes takes {total / 1e9:.1f} GB or more, and this machine "
                 f"has {memory / 1e9:.1f} GB of memory ({name} has the shape {[*tensor.shape]})"

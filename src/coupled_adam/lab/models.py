@@ -27,7 +27,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         UsageError: transformers cannot build this architecture with these values.
     """
     try:
-        with bounded_model():
+        with bounded_model(in_memory=torch.get_default_device().type != "meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
     except UsageError:
         raise

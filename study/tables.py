@@ -13,6 +13,7 @@ left out.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.reporting.statistics import shorthand
+from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
 from . import rate, referee
@@ -398,6 +399,27 @@ def _geometric() -> Table:
     return table([lines], ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank"))
 
 
+def _first_page() -> Table:
+    """The README's two lines side by side, after each number of steps, and their differences."""
+    cells = []
+    for steps, beta2 in itertools.product((600, 2400, 9768), (0.999, 0.95)):
+        before, after = (
+            Line("", "first_page", f"{steps} steps {line} 0.9 {beta2:g}")
+            for line in ("adamw", "line")
+        )
+        if not runs(before) or not runs(after):
+            continue
+        shown = [cell(line, [], "test_documents") for line in (before, after)]
+        ours, theirs = (by_seed(line, "test_documents") for line in (after, before))
+        pairs = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
+        test = paired_t_test(ours, theirs)
+        interval = "" if test is None else f"{test.low:+.3f} to {test.high:+.3f}"
+        difference = [f"{np.mean(pairs):+.3f}", interval, str(len(pairs))]
+        cells.append([f"{steps:,}", f"0.9, {beta2:g}", *shown, *difference])
+    columns = ["steps", "betas", "the line before ↓", "the line after ↓", "difference"]
+    return Table([*columns, "95 % interval", "seeds"], cells)
+
+
 def _screening() -> Table:
     """How far the validation loss of what is tried is above that of the second edition's base."""
     labels = {
@@ -614,6 +636,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "wider": _wider,
     "wider_pairs": _wider_pairs,
     "geometric": _geometric,
+    "first_page": _first_page,
     "screening": _screening,
     "rate": rate.table,
     "rate_costs": rate.costs,

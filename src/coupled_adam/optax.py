@@ -101,9 +101,14 @@ def scale_by_coupled_adam(
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
         def zeros(axis: int) -> optax.Updates:
-            return jax.tree.map(
-                lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
-            )
+            # As a sum over the other axis, so that what is split over devices is as in `update`;
+            # under `jit` the matrix of zeros takes no memory. The parameter says where it is.
+            @functools.partial(jax.jit, keep_unused=True)
+            def of(p: jax.Array) -> jax.Array:
+                dtype = jnp.promote_types(p.dtype, jnp.float32)
+                return jnp.zeros_like(p, dtype=dtype).sum(1 - axis)
+
+            return jax.tree.map(of, params)
 
         def zeros_of_moment(p: Any) -> jax.Array:
             # In float16 a small moment would never decay, while the weight of its row grows.
@@ -151,10 +156,12 @@ def scale_by_coupled_adam(
         w = jnp.expand_dims(w, 1 - vocab_axis)  # [V, 1]
         active = w != 0
         k = active.sum(dtype=nu.dtype)
+        # [V, H]; by an operation of two arrays, as `where` does not split one as the other is.
+        moves = active & jnp.ones_like(g, jnp.bool_)
 
         # From [V, H] to [H], over the tokens that have had a gradient.
         def mean(x: jax.Array) -> jax.Array:
-            return jnp.where(active, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
+            return jnp.where(moves, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
 
         # No sum over tokens needs another: devices that share them exchange all of them at once.
         squares, mean_moment = mean(jnp.square(g)), mean(w * m)
@@ -163,10 +170,11 @@ def scale_by_coupled_adam(
         rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
         # Without any active token this is a step that has seen nothing: nu and d stay.
         nu = jnp.where(k == 0, nu, average(nu, squares))
-        update = jnp.where(active, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
+        update = jnp.where(moves, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
         if d:  # with zero_sum; divided by lr, as the whole update is multiplied with it later
             given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
-            update -= jnp.where(active, jnp.expand_dims(given_back, vocab_axis), 0)
+            given_back = jnp.zeros_like(update) + jnp.expand_dims(given_back, vocab_axis)
+            update -= jnp.where(moves, given_back, 0)
             moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
             d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
         return update.astype(dtype), nu, r, *d

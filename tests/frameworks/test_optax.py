@@ -381,6 +381,41 @@ CASES = {
 }
 
 
+def in_scan(axis_type, mesh_shape, spec):
+    """Under jax.set_mesh, where the state's types say how it is split: equal to the oracle.
+
+    ``scan`` takes only a state that ``update`` returns as ``init`` has made it.
+    """
+    names = ("x", "y")[: len(mesh_shape)]
+    mesh = jax.make_mesh(mesh_shape, names, axis_types=(axis_type,) * len(names))
+    partition = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        params = jax.device_put(matrix(), jax.sharding.NamedSharding(mesh, partition(*spec)))
+        split = jax.sharding.NamedSharding(mesh, partition(None, *spec))
+        grads = jax.device_put(np.stack(gradients()), split)
+        for options in OPTIONS:
+            tx = optimizer(**options)
+
+            def step(carry, g, tx=tx):
+                params, state = carry
+                updates, state = tx.update(g, state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            for init in (tx.init, jax.jit(tx.init)):
+                (trained, state), _ = jax.jit(functools.partial(jax.lax.scan, step))(
+                    (params, init(params)), grads
+                )
+                close(trained, expected(**options).embeddings)
+                assert trained.sharding.is_equivalent_to(params.sharding, 2)
+
+
+CASES |= {
+    f"{name}, {axis_type}": functools.partial(in_scan, axis_type, *split)
+    for axis_type in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    for name, split in {"rows": ROWS, "columns": COLUMNS, "both": BOTH}.items()
+}
+
+
 def test_eight_devices(monkeypatch):
     """Rows, columns or both split: equal to the oracle, with an all-reduce of [H] for the rows."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

@@ -484,7 +484,7 @@ def _parts_longer() -> dict[str, Entry]:
 def rate_rule(steps: int) -> float:
     """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16.
 
-    :func:`coupled_adam.optim.param_groups.lean_lr_factor` may have other constants one day; these
+    :func:`coupled_adam.optim.lean.lean_lr_factor` may have other constants one day; these
     are what was tested.
     """
     return min(16.0, max(1.0, 15_000 / steps))

@@ -18,6 +18,7 @@ ROOMS = [
     "files",
     "outputs",
     "runs",
+    "optim.lean",  # constants without torch
     "optim",
     "",
     "text",
@@ -38,7 +39,7 @@ STRANGERS = {
     "optim": {"errors", "fields", "files", "inputs", "outputs", "runs"},
     "embeddings": {"optim", ""},
     "text": {"optim", ""},
-    "optax": set(ROOMS) - {"optax"},
+    "optax": set(ROOMS) - {"optax", "optim.lean"},
 }
 
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from coupled_adam.optim.find_embeddings import embedding_parameters
     from coupled_adam.optim.flat import FlatShard
     from coupled_adam.optim.kernels import kernels
+    from coupled_adam.optim.lean import LEAN
     from coupled_adam.optim.muon import MuonWithCoupledAdam
-    from coupled_adam.optim.param_groups import LEAN, param_groups
+    from coupled_adam.optim.param_groups import param_groups
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,7 @@ __all__ = [
 
 # Each name is imported when it is asked for: importing this module costs no more than torch.
 _MODULES = {
-    "LEAN": "param_groups",
+    "LEAN": "lean",
     "CoupledAdam": "coupled_adam",
     "CoupledAdamW": "coupled_adam",
     "FlatShard": "flat",

@@ -11,6 +11,7 @@ whole matrices.
 import functools
 import math
 import numbers
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+
+from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
 
@@ -54,6 +57,7 @@ def scale_by_coupled_adam(
     row_exponent: float = 0.0,
     zero_sum: bool = False,
     learning_rate: optax.ScalarOrSchedule = 1.0,
+    nesterov: bool = False,
 ) -> optax.GradientTransformation:
     """Rescale the gradients of embedding matrices by Coupled Adam (arXiv 2502.08441) or LEAN.
 
@@ -76,6 +80,7 @@ def scale_by_coupled_adam(
             embedding, so that the mean does not drift; this is LEAN, too.
         learning_rate: what the updates are multiplied with afterwards, which ``zero_sum`` must
             know if it changes. A step of rate 0 takes nothing back; the next one does.
+        nesterov: whether the first moment is that of Nesterov's momentum, as in optax.
 
     Returns:
         A gradient transformation. Its updates have the dtypes of the gradients.
@@ -190,6 +195,10 @@ def scale_by_coupled_adam(
         if state.mu is not None:
             mu = optax.tree.update_moment(updates, state.mu, b1, 1)
             mu_hat = optax.tree.bias_correction(mu, b1, count)
+            if nesterov:  # as optax.scale_by_adam
+                ahead = optax.tree.bias_correction(mu, b1, optax.safe_increment(count))
+                now = optax.tree.bias_correction(updates, b1, count)
+                mu_hat = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, now)
             mu = optax.tree.cast_like(mu, state.mu)
         means = [tree for tree in state[2:] if tree is not None]  # nu, nu_row, mean_update
         step = functools.partial(lean if is_lean else coupled, count, lr)
@@ -261,11 +270,13 @@ def coupled_adamw(
     second_moment_scale: jax.typing.ArrayLike = 1.0,
     row_exponent: float = 0.0,
     zero_sum: bool = False,
+    lr_factor: jax.typing.ArrayLike = 1.0,
+    nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """:func:`optax.adamw`, with Coupled Adam or LEAN for the embedding matrices.
 
     Args:
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask: as in
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov: as in
             :func:`optax.adamw`, with the same defaults. As there, embeddings, biases and norms have
             weight decay unless ``mask`` excludes them.
         labels: what each parameter is: a tree of strings with the structure of the parameters or of
@@ -276,6 +287,8 @@ def coupled_adamw(
             those of all else. With ``coupled_b1=0`` their state has no matrix.
         second_moment_scale, row_exponent, zero_sum: as in :func:`scale_by_coupled_adam`; for
             embedding matrices only.
+        lr_factor: the learning rate of the embedding matrices, relative to that of all else. Their
+            weight decay does not change with it.
 
     Returns:
         A gradient transformation whose ``update`` needs the parameters.
@@ -289,10 +302,17 @@ def coupled_adamw(
         UserWarning: in ``init``, if no parameter is coupled.
     """
     _check_static(coupled_b1=0.0 if coupled_b1 is None else coupled_b1)
+    # As above, it may be an array whose value is not known yet.
+    if isinstance(lr_factor, int | float) and not 0 < lr_factor < math.inf:
+        raise ValueError(f"Invalid lr_factor: {lr_factor} (must be positive and finite)")
     # A model of equinox, and so a tree of labels with its structure, may itself be callable.
     is_function = callable(labels) and jax.tree.leaves(labels) == [labels]
     label: Callable[[optax.Params], Any] = labels if is_function else lambda _: labels
     # One for each way to store a matrix; both know the rate, which zero_sum needs.
+
+    def rate(count: Any) -> Any:  # of the embedding matrices
+        return lr_factor * (learning_rate(count) if callable(learning_rate) else learning_rate)
+
     transforms = {
         name: scale_by_coupled_adam(
             b1 if coupled_b1 is None else coupled_b1,
@@ -304,11 +324,13 @@ def coupled_adamw(
             second_moment_scale=second_moment_scale,
             row_exponent=row_exponent,
             zero_sum=zero_sum,
-            learning_rate=learning_rate,
+            learning_rate=rate,
+            nesterov=nesterov,
         )
         for name, vocab_axis in _VOCAB_AXES.items()
     }
-    transforms["adamw"] = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype)
+    transforms = {name: _times(lr_factor, tx) for name, tx in transforms.items()}
+    transforms["adamw"] = optax.scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
     chain = optax.chain(
         optax.partition(transforms, label),
         optax.add_decayed_weights(weight_decay, mask),
@@ -325,6 +347,103 @@ def coupled_adamw(
         return chain.init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, chain.update)
+
+
+def _times(factor: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation whose updates are multiplied, with the same state."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = tx.update(updates, state, params)
+        return jax.tree.map(lambda u: (factor * u).astype(u.dtype), updates), state
+
+    return optax.GradientTransformation(tx.init, update_fn)
+
+
+def lean_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *args: Any,
+    labels: Any = None,
+    steps: int | None = None,
+    lr_factor: float | None = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`coupled_adamw` with LEAN, as ``CoupledAdamW(model, embeddings="lean", steps=...)``.
+
+    Args:
+        learning_rate, args, options: as in :func:`coupled_adamw`.
+        labels: as there; by default :func:`embedding_labels`, which finds the embeddings.
+        steps: the number of optimizer steps of the whole training, from which the embeddings'
+            learning rate follows (:func:`coupled_adam.optim.lean.lean_lr_factor`). It is for
+            training from scratch; leave it out to finetune.
+        lr_factor: that rate, relative to that of all else, instead of ``steps``; 2 without both.
+
+    Raises:
+        TypeError, ValueError: as :func:`coupled_adamw`; or ``steps`` is given beside ``lr_factor``,
+            or is no positive whole number.
+    """
+    if steps is not None:
+        if lr_factor is not None:
+            raise ValueError("steps and lr_factor both choose the embeddings' rate: give only one")
+        lr_factor = lean_lr_factor(steps)
+    b1, b2 = LEAN["betas"]
+    lean = {"coupled_b1": b1, "coupled_b2": b2}
+    lean |= {name: LEAN[name] for name in ("row_exponent", "zero_sum")}
+    return coupled_adamw(
+        learning_rate,
+        *args,
+        labels=embedding_labels if labels is None else labels,
+        lr_factor=LEAN_LR_FACTOR if lr_factor is None else lr_factor,
+        **{**lean, **options},
+    )
+
+
+# Names of layers, in the words of flax, linen, equinox and haiku.
+_TABLE = re.compile(r"wte|embed|tok(en)?s?(\W|_|$)|vocab|shared", re.IGNORECASE)
+_HEAD = re.compile(r"lm_head|head|logits|unembed|output|decoder", re.IGNORECASE)
+_OTHER = re.compile(r"pos|wpe|segment|type|patch|time|norm|bias|scale", re.IGNORECASE)
+
+
+def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any:
+    """The labels of :func:`coupled_adamw` for a model's parameters, by their names and shapes.
+
+    A matrix is an embedding if a part of its name is ``embed``, ``wte``, ``token``, ``vocab`` or
+    ``shared``, and none says that it is about positions, types, patches or time. A matrix of an
+    output layer (``head``, ``logits``, ``output``, ``decoder``, ``unembed``) is one if its longer
+    axis has as many rows as such a table. Look at what is returned where it matters.
+
+    Args:
+        params: the parameters: dicts, or the modules of flax or equinox.
+        vocab_size: V. With it, all matrices with an axis of this size are embeddings, whatever
+            their names are, but for those of positions.
+
+    Returns:
+        A tree of strings with the structure of ``params``.
+    """
+
+    def name(path: Any) -> str:
+        return str(jax.tree_util.keystr(path))
+
+    leaves = [(name(path), p) for path, p in jax.tree_util.tree_leaves_with_path(params)]
+    matrices = [
+        (where, p.shape)
+        for where, p in leaves
+        if getattr(p, "ndim", 0) == 2 and jnp.issubdtype(p.dtype, jnp.floating)
+    ]
+    sizes = {vocab_size}
+    if vocab_size is None:
+        tables = [s for where, s in matrices if _TABLE.search(where) and not _OTHER.search(where)]
+        sizes = {rows for rows, columns in tables if rows >= columns}
+
+    def label(path: Any, p: Any) -> str:
+        where = name(path)
+        if (where, getattr(p, "shape", None)) not in matrices or _OTHER.search(where):
+            return "adamw"
+        if vocab_size is None and not (_TABLE.search(where) or _HEAD.search(where)):
+            return "adamw"
+        rows, columns = p.shape
+        return "coupled" if rows in sizes else "coupled_columns" if columns in sizes else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def _check_static(**options: Any) -> None:

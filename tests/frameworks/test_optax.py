@@ -18,7 +18,12 @@ jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
 
-from coupled_adam.optax import coupled_adamw, scale_by_coupled_adam  # noqa: E402
+from coupled_adam.optax import (  # noqa: E402
+    coupled_adamw,
+    embedding_labels,
+    lean_adamw,
+    scale_by_coupled_adam,
+)
 
 pytestmark = pytest.mark.slow  # `make test-slow` installs JAX
 
@@ -335,6 +340,76 @@ def test_a_column_that_overflows_stops_alone():
     assert (np.asarray(update)[:, 1:] != 0).all()
 
 
+@pytest.mark.parametrize("jump", [{}, {"steps": 1_000}, {"lr_factor": 3.0}], ids=str)
+def test_lean_by_name_is_that_of_torch(jump):
+    """The same words give the same updates, the embeddings' rate included."""
+    torch = pytest.importorskip("torch")
+    from coupled_adam import LEAN as NAMED
+    from coupled_adam import CoupledAdamW
+
+    model = torch.nn.ModuleDict({"wte": torch.nn.Embedding(V, H), "mlp": torch.nn.Linear(H, H)})
+    model.double()
+    weights = {"wte": matrix(), "mlp": matrix()[:H]}
+    params = {name: jnp.asarray(w) for name, w in weights.items()}
+    factor = jump.get("lr_factor")
+    embeddings = "lean" if factor is None else NAMED | {"lr_factor": factor}
+    theirs = CoupledAdamW(
+        model, lr=1e-2, embeddings=embeddings, steps=jump.get("steps"), weight_decay=0.0
+    )
+    tx = lean_adamw(1e-2, weight_decay=0.0, **jump)
+    state, update = tx.init(params), jax.jit(tx.update)
+    with torch.no_grad():
+        for name, w in weights.items():
+            model[name].weight.copy_(torch.from_numpy(w))
+    for g in gradients():
+        updates, state = update({"wte": g, "mlp": g[:H]}, state, params)
+        params = optax.apply_updates(params, updates)
+        for name, rows in (("wte", V), ("mlp", H)):
+            model[name].weight.grad = torch.from_numpy(g[:rows].copy())
+        theirs.step()
+    for name, p in params.items():
+        close(p, model[name].weight.detach().numpy())
+
+
+def test_nesterov_is_that_of_optax():
+    """A matrix of one row shares its second moment with nobody."""
+    one_row = [g[:1] for g in gradients()]
+    both = (optimizer(nesterov=True), optax.adamw(1e-2, b2=0.95, weight_decay=0.0, nesterov=True))
+    ours, theirs = (train(tx, jnp.asarray(matrix()[:1]), one_row)[0] for tx in both)
+    close(ours, np.asarray(theirs))
+    plain, _ = train(optimizer(), jnp.asarray(matrix()[:1]), one_row)
+    assert not np.allclose(plain, ours)
+
+
+def test_embeddings_are_found():
+    """In the trees of flax's modules and of plain dicts, by name or by the number of rows."""
+    zeros = jnp.zeros
+    params = {
+        "Embed_0": {"embedding": zeros((V, H))},
+        "pos_embed": {"embedding": zeros((V, H))},
+        "Dense_0": {"kernel": zeros((H, V)), "bias": zeros(V)},
+        "lm_head": {"kernel": zeros((H, V)), "bias": zeros(V)},
+        "decoder_norm": {"scale": zeros(H)},
+    }
+    found = embedding_labels(params)
+    coupled = {"Embed_0": "coupled", "lm_head": "coupled_columns"}
+    for layer, labels in found.items():
+        for name, label in labels.items():
+            expected = coupled.get(layer, "adamw") if name in ("embedding", "kernel") else "adamw"
+            assert label == expected, (layer, name)
+    by_size = embedding_labels({"a": zeros((V, H)), "b": zeros((H, V)), "c": zeros((H, H))}, V)
+    assert by_size == {"a": "coupled", "b": "coupled_columns", "c": "adamw"}
+    with pytest.warns(UserWarning, match="labels couple no parameter"):
+        lean_adamw(1e-2).init({"a": zeros((H, H))})
+    with pytest.raises(ValueError, match="give only one"):
+        lean_adamw(1e-2, steps=100, lr_factor=2.0)
+    for bad in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="Invalid steps"):
+            lean_adamw(1e-2, steps=bad)
+    with pytest.raises(ValueError, match="Invalid lr_factor"):
+        lean_adamw(1e-2, lr_factor=0.0)
+
+
 def test_nothing_coupled():
     with pytest.warns(UserWarning, match="labels couple no parameter"):
         coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
@@ -402,7 +477,7 @@ def in_scan(axis_type, mesh_shape, spec):
                 return (optax.apply_updates(params, updates), state), None
 
             for init in (tx.init, jax.jit(tx.init)):
-                (trained, state), _ = jax.jit(functools.partial(jax.lax.scan, step))(
+                (trained, _), _ = jax.jit(functools.partial(jax.lax.scan, step))(
                     (params, init(params)), grads
                 )
                 close(trained, expected(**options).embeddings)

@@ -10,12 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from coupled_adam.optim.lean import LEAN_LR_FACTOR
 from coupled_adam.optim.warn import warn
 
 Group = dict[str, Any]
-
-LEAN_LR_FACTOR = 2.0
-"""LEAN's learning rate where nothing says it, relative to the optimizer's; for long trainings."""
 
 OPTIONS: dict[str, Any] = {
     "coupled": False,

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from numbers import Integral
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from coupled_adam.optim.find_embeddings import (
     matrices_of_size,
     resolve,
 )
+from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
 from coupled_adam.optim.options import (
-    LEAN_LR_FACTOR,
     OPTIONS,
     Group,
     check_options,
@@ -27,38 +26,6 @@ from coupled_adam.optim.state import sparse_problem
 from coupled_adam.optim.warn import warn
 
 Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
-
-LEAN: dict[str, Any] = {
-    "betas": (0.0, 0.99),
-    "row_exponent": 0.75,
-    "zero_sum": True,
-    "lr_factor": None,
-}
-"""The variant that keeps no matrix of state: ``CoupledAdamW(model, embeddings="lean")``.
-
-Its state of an embedding matrix V x H is V + 2 H numbers, where AdamW's is 2 V x H. It is not in
-arXiv 2502.08441; docs/study/optimizers.md compares it with AdamW at tuned betas. Its ``lr_factor``
-is chosen by ``steps=``, the number of optimizer steps of the training (:func:`lean_lr_factor`), or
-is 2 without it; ``embeddings=LEAN | {"lr_factor": 4}`` sets it.
-"""
-
-
-def lean_lr_factor(steps: int) -> float:
-    """LEAN's learning rate in a training of so many steps, relative to the other parameters'.
-
-    It is 15,000 / steps, at least 1 and at most 16. docs/study/rate.md has the trainings that this
-    was read from, and how far it is from the best factor of others.
-
-    Raises:
-        ValueError: if ``steps`` is not a positive whole number.
-    """
-    if not isinstance(steps, Integral) or isinstance(steps, bool) or steps <= 0:
-        raise ValueError(
-            f"Invalid steps: {steps!r} (a positive whole number: the optimizer steps of the whole "
-            "training)"
-        )
-    return min(16.0, max(1.0, 15_000 / int(steps)))
-
 
 # What a group may leave to the optimizer, for checks before there is one.
 _COMPLETE: dict[str, Any] = {

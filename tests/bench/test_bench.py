@@ -96,3 +96,23 @@ def test_training_speed(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*command, "model.n_layer=1"])
     runpy.run_path(str(BENCHMARKS / "speed.py"), run_name="__main__")
     assert "tokens/s with CoupledAdamW" in capsys.readouterr().out
+
+
+def test_the_table_of_jax():
+    """Its measured columns are those of the committed results."""
+    measured = json.loads((BENCHMARKS / "results" / "jax_memory.json").read_text())["results"]
+    page = (BENCHMARKS.parent / "docs" / "jax.md").read_text()
+    (table,) = (part for part in page.split("\n\n") if "temporary memory |" in part)
+    rows = [[cell.strip(" `") for cell in line[1:-1].split("|")] for line in table.splitlines()]
+    assert [row[0] for row in rows[2:]] == [*measured]
+    for name, _, _, state, temporary, ratio in rows[2:]:
+        result, baseline = measured[name], measured["optax.adamw"]["median"]
+        for text, value in (
+            (state, result["state_bytes"] / 1e6),
+            (temporary, result["temporary_bytes"] / 1e6),
+            (ratio, result["median"] / baseline),
+        ):
+            shown = text.removesuffix(" MB")
+            assert float(shown) == pytest.approx(
+                value, abs=0.51 * 10 ** -len(shown.partition(".")[2])
+            )

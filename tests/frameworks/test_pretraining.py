@@ -92,6 +92,62 @@ def test_torchtitan():
     )
 
 
+class Nested(nn.Module):
+    """The names of a model of transformers; its head is tied if there is none."""
+
+    def __init__(self, head=True):
+        super().__init__()
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(V, H), "layer": nn.Linear(H, H)})
+        self.lm_head = nn.Linear(H, V, bias=False) if head else None
+
+
+def test_torchtitan_finds_the_matrices():
+    """Whatever their names are, tied or not, and on each stage of a pipeline."""
+    pytest.importorskip("torchtitan.components.optimizer")
+    from coupled_adam.integrations.torchtitan import default_coupled_adamw
+
+    config = default_coupled_adamw(lr=1e-2, embeddings="lean")
+    config.implementation = "for-loop"
+    first, middle, last = Decoder(), Decoder(), Decoder()
+    del first.lm_head, middle.lm_head, middle.tok_embeddings, last.tok_embeddings
+    for parts, expected in (
+        ([Nested()], ["model.embed_tokens.weight", "lm_head.weight"]),
+        ([Nested(head=False)], ["model.embed_tokens.weight"]),
+        ([first, middle, last], ["tok_embeddings.weight", "lm_head.weight"]),
+    ):
+        names = {p: name for part in parts for name, p in part.named_parameters()}
+        groups = [g for o in config.build(model_parts=parts).optimizers for g in o.param_groups]
+        coupled = [names[p] for g in groups if g["coupled"] for p in g["params"]]
+        assert sorted(coupled) == sorted(expected)
+
+
+def test_olmo_core_finds_the_matrices():
+    """Tied models have no head of their own, and a stage may have neither."""
+    pytest.importorskip("olmo_core.optim")
+    from olmo_core.nn.transformer import TransformerConfig
+
+    from coupled_adam.integrations.olmo_core import CoupledAdamWConfig, coupled_matrices
+
+    def coupled(model):
+        config = CoupledAdamWConfig(group_overrides=[coupled_matrices("lean")])
+        names = {p: name for name, p in model.named_parameters()}
+        groups = config.build(model).param_groups
+        return [names[p] for g in groups if g.get("coupled") for p in g["params"]]
+
+    def build():
+        sizes = {"d_model": H, "vocab_size": V, "n_layers": 1, "n_heads": 2}
+        return TransformerConfig.llama_like(**sizes).build()
+
+    assert coupled(build()) == ["embeddings.weight", "lm_head.w_out.weight"]
+    tied = build()
+    tied.lm_head.w_out.weight = tied.embeddings.weight
+    assert coupled(tied) == ["embeddings.weight"]
+    last, middle = build(), build()
+    last.embeddings = middle.embeddings = middle.lm_head = None
+    assert coupled(last) == ["lm_head.w_out.weight"]
+    assert coupled(middle) == []
+
+
 def test_olmo_core():
     pytest.importorskip("olmo_core.optim")
     from olmo_core.nn.transformer import TransformerConfig

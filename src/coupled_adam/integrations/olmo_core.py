@@ -1,11 +1,18 @@
 """Coupled Adam in OLMo-core: an ``OptimConfig`` that builds the optimizer of the whole model."""
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 from olmo_core.optim import OptimConfig, OptimGroupOverride
+from torch import nn
 
-from coupled_adam import CoupledAdamW
+from coupled_adam import CoupledAdamW, embedding_parameters
 from coupled_adam.optim.param_groups import Embeddings, embedding_options
+
+TOKEN_MATRICES = "(token matrices)"
+"""What :func:`coupled_matrices` names, for which each part of a model is searched."""
+_OWN_NAMES = {"embeddings.weight", "lm_head.w_out.weight"}
 
 
 @OptimConfig.register("coupled_adamw")
@@ -26,12 +33,29 @@ class CoupledAdamWConfig(OptimConfig):
         """The class that :meth:`build` constructs."""
         return CoupledAdamW
 
+    def build_groups(self, model: nn.Module, strict: bool = True) -> Any:
+        """As OLMo-core's, with the names of a part's token matrices, of which it may have none."""
+        names = {*embedding_parameters(model)}
+        # The last stage of a pipeline has a head, which nothing but its name tells.
+        names |= _OWN_NAMES & {name for name, _ in model.named_parameters()}
+        overrides = []
+        for override in self.group_overrides or []:
+            if override.params == [TOKEN_MATRICES]:
+                override = OptimGroupOverride(params=sorted(names), opts=override.opts)
+            if override.params:
+                overrides.append(override)
+        groups = dataclasses.replace(self, group_overrides=overrides)
+        return super(CoupledAdamWConfig, groups).build_groups(model, strict)
+
 
 def coupled_matrices(embeddings: Embeddings, steps: int | None = None) -> OptimGroupOverride:
     """The group of the embeddings and the head, for ``group_overrides=[coupled_matrices("lean")]``.
+
+    They are those of :func:`coupled_adam.embedding_parameters`, and OLMo-core's own names of them;
+    a tied head is none, and a stage of a pipeline may have neither.
 
     Args:
         embeddings, steps: as in :func:`coupled_adam.param_groups`.
     """
     options = {"coupled": True, "weight_decay": 0.0, **embedding_options(embeddings, steps)}
-    return OptimGroupOverride(params=["embeddings.weight", "lm_head.w_out.weight"], opts=options)
+    return OptimGroupOverride(params=[TOKEN_MATRICES], opts=options)

@@ -4,15 +4,22 @@ In your config registry, use ``default_coupled_adamw(lr=..., embeddings="lean", 
 place of ``default_adamw(lr=...)``.
 """
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from coupled_adam import CoupledAdamW
+from coupled_adam import CoupledAdamW, embedding_parameters
 from coupled_adam.optim.param_groups import Embeddings, embedding_options
+
+TOKEN_MATRICES = "(token matrices)"
+"""The pattern of the group of embeddings and heads, which each part of a model is searched for."""
+_OWN_NAMES = re.compile(r"(^|\.)(tok_embeddings|lm_head|output)\.weight$")
 
 
 class CoupledOptimizersContainer(OptimizersContainer):
@@ -29,6 +36,24 @@ class CoupledOptimizersContainer(OptimizersContainer):
             factory = OptimizersContainer._resolve_optimizer_factory(name)
         return factory
 
+    @staticmethod
+    def _build_param_groups(
+        model: nn.Module, param_group_configs: Sequence[ParamGroupConfig], *args: Any, **more: Any
+    ) -> Any:
+        """As torchtitan's, with the names of a part's token matrices, of which it may have none."""
+        names = {*embedding_parameters(model)}
+        # The last part of a pipeline has a head, which nothing but its name tells.
+        names |= {name for name, _ in model.named_parameters() if _OWN_NAMES.search(name)}
+        pattern = f"^({'|'.join(map(re.escape, sorted(names)))})$"
+        configs = [
+            dataclasses.replace(config, pattern=pattern)
+            if config.pattern == TOKEN_MATRICES
+            else config
+            for config in param_group_configs
+            if names or config.pattern != TOKEN_MATRICES
+        ]
+        return OptimizersContainer._build_param_groups(model, configs, *args, **more)
+
 
 def default_coupled_adamw(
     lr: float = 8e-4,
@@ -37,8 +62,9 @@ def default_coupled_adamw(
     steps: int | None = None,
     **options: Any,
 ) -> CoupledOptimizersContainer.Config:
-    """Coupled Adam for ``tok_embeddings`` and ``lm_head``, AdamW for the rest, in one optimizer.
+    """Coupled Adam for the embeddings and the head, AdamW for the rest, in one optimizer.
 
+    They are those of :func:`coupled_adam.embedding_parameters`, and torchtitan's own names of them.
     ``embeddings`` and ``steps``, the ``training.steps`` of the configuration, are as in
     :func:`coupled_adam.param_groups`.
     """
@@ -50,7 +76,7 @@ def default_coupled_adamw(
     return CoupledOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(
-                pattern=r"(^|\.)(tok_embeddings|lm_head|output)\.weight$",
+                pattern=TOKEN_MATRICES,
                 optimizer_name="CoupledAdamW",
                 optimizer_kwargs=coupled,
             ),

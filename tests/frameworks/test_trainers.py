@@ -219,18 +219,23 @@ def torchtune(folder):
     from omegaconf import OmegaConf
     from torchtune import config
     from torchtune.models.llama3 import llama3
+    from torchtune.training import get_lr
 
     model = llama3(V, 1, 2, 2, H, max_seq_len=8)
     written = """
     _component_: coupled_adam.CoupledAdamW
     lr: 1.0e-2
     vocab_size: 16
-    embeddings: lean
+    embeddings: coupled
     """
     optimizer = config.instantiate(OmegaConf.create(written), model.parameters())
     for _ in range(STEPS):
         model(torch.arange(8)[None]).logsumexp(2).sum().backward()
         optimizer.step()
+        assert get_lr(optimizer) == 1e-2  # what its loop logs: there may be one rate alone
+    lean = CoupledAdamW(param_groups(model, "lean", vocab_size=16), lr=1e-2)
+    with pytest.raises(RuntimeError, match="different across all param groups"):
+        get_lr(lean)
 
 
 def sentence_transformers(folder):

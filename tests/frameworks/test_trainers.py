@@ -226,7 +226,7 @@ def torchtune(folder):
     _component_: coupled_adam.CoupledAdamW
     lr: 1.0e-2
     vocab_size: 16
-    embeddings: coupled
+    embeddings: {betas: [0.0, 0.99], row_exponent: 0.75, zero_sum: true, lr_factor: 1}
     """
     optimizer = config.instantiate(OmegaConf.create(written), model.parameters())
     for _ in range(STEPS):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from coupled_adam import CoupledAdamW
@@ -87,6 +88,52 @@ def test_a_momentum_that_was_there_is_not_named(model):
     optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
     CYCLES["CyclicLR"](optimizer, [1e-3] * len(optimizer.param_groups))
     assert warnings_of_steps(model, optimizer) == []
+
+
+STEPS, SWITCH = 40, 25
+
+
+def sequential(optimizer):
+    warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, STEPS - 5)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [5])
+
+
+def one_cycle(optimizer):
+    peaks = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
+    return lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=STEPS, cycle_momentum=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 10),
+        sequential,
+        one_cycle,
+    ],
+    ids=["cosine", "lambda", "step", "sequential", "one cycle"],
+)
+def test_a_scheduler_after_a_switch(make, model):
+    """As docs/switching.md makes it: the rates of AdamW's at each step, times the factor."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = make(adamw)
+    for _ in range(SWITCH):
+        adamw.step()
+        before.step()
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean")
+    after = make(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(SWITCH):
+            after.step()
+    for _ in range(STEPS - SWITCH - 1):
+        for group in optimizer.param_groups:
+            expected = adamw.param_groups[0]["lr"] * group.get("initial_lr_factor", 1)
+            assert group["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        for taken in (adamw, before, optimizer, after):
+            taken.step()
 
 
 def test_schedulers_that_scale_keep_the_factor(model):

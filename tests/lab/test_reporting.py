@@ -229,8 +229,12 @@ def test_a_report_shows_itself(comparison):
     assert said in printed(made)
     shown = made._repr_html_()
     assert said in shown
-    assert "<b>2.6 (1)</b><small>p = 0.0018</small>" in shown
-    assert shown.count("<small>p") == shown.count("<small>p = 0.0018</small>")  # bold ones alone
+    # Below the table and in it, the test is one: each seed's loss is lower by 0.5.
+    assert "p &lt; 0.001" in shown.partition("<table")[0]
+    assert "<b>2.6 (1)</b><small>p &lt; 0.001</small>" in shown
+    assert shown.count("<small>p") == shown.count("<small>p &lt; 0.001</small>")  # bold ones alone
+    table = (comparison / "report" / "table.md").read_text()
+    assert "by a one-sided Student t-test at 95 %, as in the paper" in table
     assert 'src="data:image/png;base64,' in shown
 
 
@@ -348,7 +352,22 @@ def test_bold(recipe):
     assert bold({"adamw": [3.0], "coupled_adam": [3.0]}, bold="value")[0] == []
     arms, note = bold(three, bold="value")
     assert arms == ["coupled_adam"]
-    assert "Bold: the best mean, without a test; the sentences" in note
+    assert note.endswith("Bold: the best mean, without a test.")
+
+
+def test_what_is_bold_on_a_page_is_what_it_says(recipe):
+    """Pairs decide both: differences that agree are found, however much the seeds differ."""
+    frame = frame_of_losses(recipe, {"adamw": [3.0, 4.0, 5.0], "coupled_adam": [2.9, 3.9, 4.91]})
+    for paired, expected in ((True, ["coupled_adam"]), (False, [])):
+        rows = arm_results(frame, paired=paired)
+        assert [row.run.arm for row in rows if row.metrics["test_loss"].bold] == expected
+    (sentence, *_) = conclusion(frame, {})
+    assert "Coupled Adam is lower than that of AdamW" in sentence
+    # The other way round, the unpaired test alone would find one.
+    frame = frame_of_losses(recipe, {"adamw": [3.0, 3.2, 3.4], "coupled_adam": [2.9, 2.85, 2.7]})
+    (ours,) = (r for r in arm_results(frame, paired=True) if r.run.arm == "coupled_adam")
+    (sentence, *_) = conclusion(frame, {})
+    assert ours.metrics["test_loss"].bold == ("is lower than that of AdamW" in sentence)
 
 
 def test_a_report_is_told_what_is_bold(comparison):

@@ -64,8 +64,10 @@ def plot_drift(
     """Plot the norm of the mean embedding, relative or absolute, against tokens."""
     for run in runs:
         ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
-    ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if metric == "mean_norm_ratio" else "‖μ‖"
-    ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
+    is_relative = metric == "mean_norm_ratio"
+    title = "Drift of the mean embedding" if is_relative else "Norm of the mean embedding"
+    ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if is_relative else "‖μ‖"
+    ax.set(title=title, xlabel="tokens", ylabel=ylabel)
     # From 0, where the mean of LEAN and Coupled Adam stays.
     ax.set_ylim(0)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -65,7 +65,8 @@ class Report:
 def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """Write a report of all finished runs in some folders.
 
-    ``index.html`` contains everything, for a browser. The other files are ``table.md``,
+    ``index.html`` contains everything, for a browser; it has one test, that of its sentences, while
+    ``table.md`` and ``table.tex`` have the paper's. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, its
     files are replaced once all new ones are written, and pictures that it no longer has are
@@ -97,13 +98,14 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
         not frame.empty,
         f"{places}: there is no finished run in it; coupled-adam compare makes some",
     )
-    # 2. What it says; two tables, as a page has space for more columns than a paper
-    rows = arm_results(frame, bold)
+    # 2. What it says; two tables, as a page has space for more columns than a paper, and the test
+    # of the sentences, while a paper's table has the paper's test
+    rows, paper_rows = arm_results(frame, bold, paired=True), arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
-    notes, sentences = footnotes(frame, bold), conclusion(frame, left_out)
+    notes, sentences = footnotes(frame, bold, paired=True), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)
     page_table = results_table(rows, all_columns, notes, seeds=True)
-    paper_table = results_table(rows, columns, notes)
+    paper_table = results_table(paper_rows, columns, footnotes(frame, bold))
     results = [
         {"recipe": run.recipe.name, "arm": run.arm, "seed": run.seed, **run.evaluation}
         for run in frame.run

@@ -11,6 +11,7 @@ from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.reporting.frame import COLUMNS, baseline_of, by_seed, groups
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
+    Paired,
     SecondMomentFit,
     one_sided_t_test,
     paired_t_test,
@@ -31,19 +32,20 @@ class Metric:
     """A metric of an arm over its seeds.
 
     ``p`` is that of the paper's test against the baseline, if any, and ``p_paired`` that over the
-    differences between runs with the same seed, for the CSV file alone.
+    differences between runs with the same seed; ``p_shown`` is that of the test behind ``bold``.
     """
 
     values: list[float]
     text: str
     p: float | None
     p_paired: float | None
+    p_shown: float | None
     bold: bool
 
     @property
     def cell(self) -> Cell:
         """What a table shows of it; a page also shows the p that makes it bold."""
-        p = self.p if self.bold else None
+        p = self.p_shown if self.bold else None
         return Cell(self.text, self.bold, note="" if p is None else shown_p(p))
 
 
@@ -61,12 +63,14 @@ class ArmResult:
         return int(self.run.evaluation["parameters"])
 
 
-def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
+def arm_results(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False) -> list[ArmResult]:
     """Create a row for each arm of each experiment, with significantly better values in bold.
 
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
 
     Args:
+        paired: instead by a two-sided t-test over pairs of runs with equal seeds, as the sentences
+            of a report are.
         bold: ``"adamw"``: an arm is bold where it is better than the baseline. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
@@ -85,7 +89,9 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
             if bold == "adamw" and (arm is not baseline or len(rivals) > 1):
                 rivals = [] if against is None else [against]
             level = None if bold == "value" else SIGNIFICANCE
-            metrics = {key: _metric(m, arm, against, rivals, level) for key, m in COLUMNS.items()}
+            metrics = {
+                key: _metric(m, arm, against, rivals, level, paired) for key, m in COLUMNS.items()
+            }
             rows.append(ArmResult(arm.run.iloc[0], len(arm), metrics))
     return rows
 
@@ -96,6 +102,7 @@ def _metric(
     against: pd.DataFrame | None,
     rivals: Sequence[pd.DataFrame],
     level: float | None,
+    paired: bool,
 ) -> Metric:
     """A metric with its tests against one arm, bold if it is better than each of the rivals.
 
@@ -105,11 +112,18 @@ def _metric(
     better, seeds = column.better, by_seed(arm, column)
     values = [*seeds.values()]
 
-    # Unpaired, as in the paper: this test decides what is bold.
+    # Unpaired, as in the paper
     def p(rival: pd.DataFrame) -> float | None:
         return one_sided_t_test(values, [*by_seed(rival, column).values()], better)
 
+    def pairs(rival: pd.DataFrame) -> Paired | None:
+        return paired_t_test(seeds, by_seed(rival, column))
+
     def is_better(rival: pd.DataFrame) -> bool:
+        if level is not None and paired:
+            return (
+                (test := pairs(rival)) is not None and test.p < level and test.direction == better
+            )
         if level is not None:
             return (x := p(rival)) is not None and x < level
         sign = 1 if better == "higher" else -1
@@ -117,12 +131,15 @@ def _metric(
         difference: float = arm[column.key].mean() - rival[column.key].mean()
         return sign * difference > 0
 
-    paired = None if against is None else paired_t_test(seeds, by_seed(against, column))
+    test = None if against is None else pairs(against)
+    unpaired = None if against is None else p(against)
+    two_sided = None if test is None else test.p
     return Metric(
         values,
         shorthand(values, column.digits),
-        None if against is None else p(against),
-        None if paired is None else paired.one_sided(better),
+        unpaired,
+        None if test is None else test.one_sided(better),
+        two_sided if paired else unpaired,
         bool(rivals) and all(map(is_better, rivals)),
     )
 
@@ -138,7 +155,7 @@ def shown_columns(frame: pd.DataFrame, more: bool = False) -> list[Measure]:
     ]
 
 
-def footnotes(frame: pd.DataFrame, bold: Bold = "adamw") -> list[str]:
+def footnotes(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False) -> list[str]:
     """The notes below the table of some runs, which explain its statistics."""
     experiments = groups(frame, "experiment")
     best = "the best mean, without a test"
@@ -154,11 +171,11 @@ def footnotes(frame: pd.DataFrame, bold: Bold = "adamw") -> list[str]:
         if any(experiment.setup.nunique() == 2 for experiment in experiments):
             than += ", or AdamW better than the only other optimizer"
     if bold != "value":
-        best = f"better than {than}, by a one-sided Student t-test at 95 %, as in the paper"
-    return [
-        f"Mean (standard deviation in the last digit) over seeds. Bold: {best}; the sentences use "
-        "two-sided tests over pairs of runs with equal seeds."
-    ]
+        test = "a one-sided Student t-test at 95 %, as in the paper"
+        if paired:
+            test = "a two-sided t-test at 95 % over pairs of runs with equal seeds"
+        best = f"better than {than}, by {test}"
+    return [f"Mean (standard deviation in the last digit) over seeds. Bold: {best}."]
 
 
 def results_table(

@@ -1244,3 +1244,42 @@ def test_what_a_reader_gains():
     table = model.get_input_embeddings().weight
     rest = sum(p.numel() for p in model.parameters()) - table.numel()
     assert sizes["GPT-2 124M"]["LEAN"] == 8 * rest + 4 * (50257 + 2 * 768)
+
+
+def test_coupled_adam_at_one_rate():
+    """As `CoupledAdamW(model)` is called, its loss is lower than AdamW's; tuned, it is not."""
+    questions = (
+        ("learning_rate", "lr=0.005"),
+        *(("scale", f"N=0.4M steps={n}") for n in (1200, 2400)),
+    )
+    lower = [
+        mean(question, f"{name} adamw", "test") - mean(question, f"{name} coupled", "test")
+        for question, name in questions
+    ]
+    sentence = (
+        "2,400 steps with 0.37M parameters is #, # and # lower than AdamW's (on eight documents)"
+    )
+    said(sentence, *lower, page=PRACTICE)
+
+
+def test_how_late_momentum_moves_rare_tokens():
+    """The share of the movement without the token, of all rules with momentum."""
+    shares = [1 - float(row[1]) for row in rows("movement", MOMENTUM)[1] if ", 0.9, " in row[0]]
+    said(
+        "most of the movement, # to # %, comes in steps",
+        100 * min(shares),
+        100 * max(shares),
+        page=MOMENTUM,
+    )
+
+
+def test_the_rate_of_the_readmes_lean():
+    """Of n = 1 in the table, and by the rule."""
+    (lean,) = (row.line.name for row in tables.RECOMMENDED if row.line.label == "LEAN")
+    assert lean.endswith("n=1")
+    said(
+        "`LEAN`'s is # times the core's, where `steps=` would choose #",
+        2**0.5,
+        15_000 / 9768,
+        page=README,
+    )

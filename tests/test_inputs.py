@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import coupled_adam
 import token_models
@@ -137,6 +137,15 @@ def test_a_model_fits_into_memory(monkeypatch):
     with inputs.bounded_model(in_memory=False), torch.device("meta"):
         nn.Linear(10**6, 10**9)  # as of a model that many machines share
     nn.Linear(3, 3)  # outside of the block nothing is counted
+
+
+def test_a_tokenizer_is_read_beside_a_configuration(tmp_path):
+    """Of which transformers would make a list of a hundred million labels first."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "num_labels": 100000000}')
+    with pytest.raises(UsageError, match="num_labels=100000000 must be at most"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_that_panics_is_one_line(tmp_path, capsys):

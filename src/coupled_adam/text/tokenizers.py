@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.inputs import check_files_in, regular
+from coupled_adam.inputs import check_counts, check_files_in, read_text, regular
 from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import hub_error, reach_hub
 
@@ -42,6 +42,9 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
             cls: Any = PreTrainedTokenizerFast  # which has no types
             tokenizer = cls(tokenizer_file=str(regular(Path(name))))
         else:
+            config = Path(name) / "config.json"
+            if config.exists():  # which it reads as well
+                check_counts(json.loads(read_text(config)))
             tokenizer = AutoTokenizer.from_pretrained(
                 name,
                 revision=revision or "main",

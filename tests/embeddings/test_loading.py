@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -478,6 +479,16 @@ FORMATS = {
     "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
     "empty.npy": (b"", "is empty: it has 0 bytes"),
 }
+
+
+def test_an_archive_whose_names_are_no_text(tmp_path):
+    """Which makes Python's zipfile raise another error than for other damages."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("ä/data.pkl", b"")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(content.replace("ä".encode(), b"\xff\xff"))
+    with pytest.raises(ValueError, match=r"a\.pt is damaged, or holds more than tensors"):
+        load_embeddings(tmp_path / "a.pt")
 
 
 def test_several_arrays_are_named(tmp_path):

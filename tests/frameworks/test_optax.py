@@ -265,7 +265,7 @@ def test_memory():
     sizes = {
         "`optax.adamw` | 2 V x H": f"{size(optax.adamw(1.0)) / 1e9:.1f} GB",
         "`coupled_adamw` | V x H + H": f"{size(optimizer()) / 1e9:.1f} GB",
-        "with `LEAN`'s options | V + 2H": f"{size(optimizer(**LEAN)) / 1e6:.1f} MB",
+        "`lean_adamw` | V + 2H": f"{size(optimizer(**LEAN)) / 1e6:.1f} MB",
     }
     for row, shown in sizes.items():
         assert f"| {row} | {shown} |" in page

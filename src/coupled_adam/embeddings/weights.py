@@ -104,8 +104,9 @@ def _known_format(path: Path) -> str:
 def _arrays(path: Path) -> list[str]:
     """The names of the arrays in a file that ``numpy.savez`` has written; empty for others."""
     try:
-        names = zipfile.ZipFile(path).namelist()
-    except (zipfile.BadZipFile, OSError):
+        with zipfile.ZipFile(regular(path)) as archive:
+            names = archive.namelist()
+    except Exception:  # of many types, for a damaged archive
         return []
     arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
     return arrays if len(arrays) == len(names) else []

@@ -398,7 +398,7 @@ def lean_adamw(
 
 
 # Names of layers, in the words of flax, linen, equinox and haiku.
-_TABLE = re.compile(r"wte|embed|tok(en)?s?(\W|_|$)|vocab|shared", re.IGNORECASE)
+_TABLE = re.compile(r"wte|emb|tok(en)?s?(\W|_|$)|vocab|shared", re.IGNORECASE)
 _HEAD = re.compile(r"lm_head|head|logits|unembed|output|decoder", re.IGNORECASE)
 _OTHER = re.compile(r"pos|wpe|segment|type|patch|time|norm|bias|scale", re.IGNORECASE)
 
@@ -406,7 +406,7 @@ _OTHER = re.compile(r"pos|wpe|segment|type|patch|time|norm|bias|scale", re.IGNOR
 def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any:
     """The labels of :func:`coupled_adamw` for a model's parameters, by their names and shapes.
 
-    A matrix is an embedding if a part of its name is ``embed``, ``wte``, ``token``, ``vocab`` or
+    A matrix is an embedding if a part of its name is ``emb``, ``wte``, ``token``, ``vocab`` or
     ``shared``, and none says that it is about positions, types, patches or time. A matrix of an
     output layer (``head``, ``logits``, ``output``, ``decoder``, ``unembed``) is one if its longer
     axis has as many rows as such a table. Look at what is returned where it matters.

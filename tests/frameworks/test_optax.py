@@ -397,6 +397,12 @@ def test_embeddings_are_found():
         for name, label in labels.items():
             expected = coupled.get(layer, "adamw") if name in ("embedding", "kernel") else "adamw"
             assert label == expected, (layer, name)
+    equinox = pytest.importorskip("equinox").nn
+    key = jax.random.key(0)
+    model = {"emb": equinox.Embedding(V, H, key=key), "head": equinox.Linear(H, V, key=key)}
+    labels = embedding_labels(model)
+    assert (labels["emb"].weight, labels["head"].weight) == ("coupled", "coupled")
+    assert labels["head"].bias == "adamw"
     by_size = embedding_labels({"a": zeros((V, H)), "b": zeros((H, V)), "c": zeros((H, H))}, V)
     assert by_size == {"a": "coupled", "b": "coupled_columns", "c": "adamw"}
     with pytest.warns(UserWarning, match="labels couple no parameter"):

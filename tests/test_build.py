@@ -142,6 +142,46 @@ def test_macos(python, machine, archflags, oldest, tag, flags, hooks, monkeypatc
     assert tag.startswith(f"macosx_{deployment}_")
 
 
+def sanitizers():
+    """The libraries of gcc's sanitizers, which must be loaded first; empty if there are none."""
+    if shutil.which("gcc") is None or sys.platform != "linux":
+        return []
+    ask = (["gcc", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
+    found = [
+        subprocess.run(a, capture_output=True, text=True, check=True).stdout.strip() for a in ask
+    ]
+    return found if all(Path(path).is_absolute() for path in found) else []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sanitizers(), reason="needs gcc with its sanitizers")
+def test_sanitizers(hooks, tmp_path):
+    """No pass reads or writes out of bounds, or does what C does not define."""
+    shutil.copytree(Path(coupled_adam.__file__).parent, tmp_path / "coupled_adam")
+    library = tmp_path / LIBRARY
+    checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    flags = [flag for flag in hooks.FLAGS if flag != "-O3"]
+    kernel = library.with_name("native.c")
+    subprocess.run(["gcc", *flags, *checks, "-o", library, kernel, "-lm", "-ldl"], check=True)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(sanitizers()),
+        "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",  # Python leaks on purpose
+        "PYTHONPATH": str(tmp_path),
+    }
+    line = "tests/optim/test_row_sparse.py tests/optim/test_kernels.py -q -p no:cacheprovider -k"
+    chosen = "(random or infinity or nan or oracle or overflows) and not many"
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *line.split(), chosen, "-m", "not slow"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 20
+
+
 def test_links(hooks):
     """At a release no link of the README is relative, and each target is in the repository."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -522,6 +522,15 @@ def test_a_text_takes_the_place_of_another_source(tmp_path):
     assert data.tokenizer == "openai-community/gpt2"
     with pytest.raises(UsageError, match=r"data\.shuffle_seed=4 is for data\.hub, which is not gi"):
         parsed(command, ["--text", "x", "--data.shuffle_seed=4"]).recipe_of(plain)
+    # So does any source that is typed; a copy of a data set has its splits, not its revision.
+    plain = load_recipe("124M-5B").to_dict()
+    assert plain["data"]["hub_revision"] == "refs/convert/parquet"
+    data = parsed(command, ["--data.tokens", "some"]).recipe_of(plain).data
+    assert (data.tokens, data.hub, data.hub_revision, data.hub_documents) == ("some", *[None] * 3)
+    assert data.tokenizer == "openai-community/gpt2"
+    plain = load_recipe("1.3B-26B").to_dict()
+    data = parsed(command, ["--data.hub", "me/copy"]).recipe_of(plain).data
+    assert (data.hub, data.valid_split, data.hub_otherwise) == ("me/copy", "validation", None)
 
 
 @pytest.mark.parametrize(

@@ -660,13 +660,25 @@ def test_the_first_page():
             cell_shows(cell, [*seeds("first_page", of, "documents").values()])
         pairs = differences(*(("first_page", of) for of in reversed(names)), "documents")
         assert len(pairs) == int(number)
-        assert np.mean(pairs) < 0  # the line after has the lower loss in every row
+        # The line after has the lower loss in few steps, and not in many at torch's betas.
+        assert (np.mean(pairs) < 0) == (steps != "9,768")
+        assert steps != "9,768" or (betas, number) == ("0.9, 0.999", "1")
         middle, low, high = middle_and_interval(pairs) if len(pairs) > 1 else (pairs[0], 0, 0)
         shows(difference, middle)
         for text, value in zip(filter(None, interval.split(" to ")), (low, high), strict=False):
             shows(text, value)
         shown += names
     assert sorted(shown) == sorted(results("first_page"))
+    # With one seed torch's betas do badly in few steps.
+    without = []
+    for steps in (600, 2400):
+        before, after = (
+            seeds("first_page", f"{steps} steps {line} 0.9 0.999", "documents")
+            for line in ("adamw", "line")
+        )
+        assert max(before, key=before.get) == 25
+        without.append(np.mean([after[seed] - before[seed] for seed in range(21, 25)]))
+    said("are # after 600 and # after 2,400 steps", *without, page=STUDY)
     # A rate of their own for the embeddings is what most of it is, after 600 steps.
     usual, own = (
         mean(question, name)

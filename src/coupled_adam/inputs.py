@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LARGEST_TEXT = 2**28  # bytes of a file that is parsed as a whole, such as a configuration
-_LARGEST_COUNT, _MOST_LAYERS = 2**20, 1000
+MOST_LAYERS = 1000
+"""More take too long to build, even on the meta device."""
+_LARGEST_COUNT = 2**20
 _MOST_MODULES = 100_000  # which take about ten seconds to build without weights
 # A configuration's counts of things that are made one by one; not those of what it was trained on.
 _COUNT = re.compile(r"^(n|num|number)_|_(layers|blocks|heads|experts|labels)$")
@@ -100,7 +102,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             check_counts(value)
         counts = _COUNT.search(key) and not _ABOUT_TRAINING.search(key)
-        most = _MOST_LAYERS if re.search("layer|block", key) else _LARGEST_COUNT
+        most = MOST_LAYERS if re.search("layer|block", key) else _LARGEST_COUNT
         if counts and isinstance(value, int | float) and value > most:
             raise ValueError(f"{key}={value} must be at most {most}")
 

@@ -423,24 +423,24 @@ def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any
     def name(path: Any) -> str:
         return str(jax.tree_util.keystr(path))
 
-    leaves = [(name(path), p) for path, p in jax.tree_util.tree_leaves_with_path(params)]
-    matrices = [
-        (where, p.shape)
-        for where, p in leaves
+    matrices = {
+        name(path): p.shape
+        for path, p in jax.tree_util.tree_leaves_with_path(params)
         if getattr(p, "ndim", 0) == 2 and jnp.issubdtype(p.dtype, jnp.floating)
-    ]
+        if not _OTHER.search(name(path))
+    }
     sizes = {vocab_size}
     if vocab_size is None:
-        tables = [s for where, s in matrices if _TABLE.search(where) and not _OTHER.search(where)]
+        tables = [shape for where, shape in matrices.items() if _TABLE.search(where)]
         sizes = {rows for rows, columns in tables if rows >= columns}
 
-    def label(path: Any, p: Any) -> str:
+    def label(path: Any, _: Any) -> str:
         where = name(path)
-        if (where, getattr(p, "shape", None)) not in matrices or _OTHER.search(where):
+        if where not in matrices:
             return "adamw"
         if vocab_size is None and not (_TABLE.search(where) or _HEAD.search(where)):
             return "adamw"
-        rows, columns = p.shape
+        rows, columns = matrices[where]
         return "coupled" if rows in sizes else "coupled_columns" if columns in sizes else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)

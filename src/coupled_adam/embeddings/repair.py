@@ -149,8 +149,9 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         return folder
     try:
         folder = download_model(model, revision, _DOWNLOADED)
-        parts = [str(part) for part in _other_parts(folder)]
-        return download_model(model, revision, _DOWNLOADED, parts) if parts else folder
+        if parts := [f"{part}/*" for part in _other_parts(folder)]:
+            download_model(model, revision, parts)
+        return folder
     except Exception as error:  # huggingface_hub and its HTTP client raise many types
         raise UsageError(
             f"{model}: there is no such folder here, nor a model on the hub that can be read "
@@ -319,7 +320,7 @@ def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingM
             f"{source}: its matrix {entry.tensor} is another one once transformers has loaded it, "
             "and cannot be repaired"
         )
-    tables = []
+    tables, config = [], model.config.to_dict()
     for parameter in same:
         role = entry.role
         # A head that has another name is an input as well, of the decoder for example.
@@ -327,7 +328,6 @@ def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingM
             role = "output" if len(names[parameter]) == 1 else "tied"
         elif role == "tied" and head is not None:
             role = "input"
-        config = model.config.to_dict()
         tables.append(EmbeddingMatrix(parameter.detach(), role, names[parameter][0], config))
     return tables
 

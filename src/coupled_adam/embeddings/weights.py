@@ -20,6 +20,7 @@ from coupled_adam.inputs import read_array, regular
 from coupled_adam.runs import parse_step
 
 _FASTTEXT = (793712314).to_bytes(4, "little")  # how its models begin
+_ZIP = b"PK\3\4"
 _LONGEST_LINE = 1 << 20  # bytes
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
@@ -88,7 +89,7 @@ def _known_format(path: Path) -> str:
             f"holds a model of fastText, which the package gensim reads: {save}gensim.models."
             f"fasttext.load_facebook_vectors({str(path)!r}).vectors)"
         )
-    if arrays := _arrays(path):
+    if start.startswith(_ZIP) and (arrays := _arrays(path)):
         return (
             f"holds the arrays {', '.join(arrays)}: {save}numpy.load({str(path)!r})"
             f"[{arrays[0]!r}]) makes a file of one of them"
@@ -164,7 +165,7 @@ def _open_archive(path: Path) -> Weights:
         start = file.read(512)
     # A zip file; before torch 1.6 a pickle, and before torch 0.1.10 one in a tar file. The last two
     # cannot be memory-mapped.
-    is_zip = start.startswith(b"PK\3\4")
+    is_zip = start.startswith(_ZIP)
     if not is_zip and start[:1] != b"\x80" and b"ustar" not in start:
         raise ValueError(
             f"{path} is not a file that torch.save has written; as a matrix of another program, "

@@ -1,18 +1,18 @@
 """Coupled Adam in OLMo-core: an ``OptimConfig`` that builds the optimizer of the whole model."""
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from olmo_core.optim import OptimConfig, OptimGroupOverride
 from torch import nn
 
-from coupled_adam import CoupledAdamW, embedding_parameters
+from coupled_adam import CoupledAdamW
+from coupled_adam.integrations import TOKEN_MATRICES, token_matrices
 from coupled_adam.optim.param_groups import Embeddings, embedding_options
 
-TOKEN_MATRICES = "(token matrices)"
-"""What :func:`coupled_matrices` names, for which each part of a model is searched."""
-_OWN_NAMES = {"embeddings.weight", "lm_head.w_out.weight"}
+_OWN_NAMES = re.compile(r"^(embeddings|lm_head\.w_out)\.weight$")
 
 
 @OptimConfig.register("coupled_adamw")
@@ -35,13 +35,11 @@ class CoupledAdamWConfig(OptimConfig):
 
     def build_groups(self, model: nn.Module, strict: bool = True) -> Any:
         """As OLMo-core's, with the names of a part's token matrices, of which it may have none."""
-        names = {*embedding_parameters(model)}
-        # The last stage of a pipeline has a head, which nothing but its name tells.
-        names |= _OWN_NAMES & {name for name, _ in model.named_parameters()}
+        names = token_matrices(model, _OWN_NAMES)
         overrides = []
         for override in self.group_overrides or []:
             if override.params == [TOKEN_MATRICES]:
-                override = OptimGroupOverride(params=sorted(names), opts=override.opts)
+                override = OptimGroupOverride(params=names, opts=override.opts)
             if override.params:
                 overrides.append(override)
         groups = dataclasses.replace(self, group_overrides=overrides)

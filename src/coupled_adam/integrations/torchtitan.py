@@ -14,11 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from coupled_adam import CoupledAdamW, embedding_parameters
+from coupled_adam import CoupledAdamW
+from coupled_adam.integrations import TOKEN_MATRICES, token_matrices
 from coupled_adam.optim.param_groups import Embeddings, embedding_options
 
-TOKEN_MATRICES = "(token matrices)"
-"""The pattern of the group of embeddings and heads, which each part of a model is searched for."""
 _OWN_NAMES = re.compile(r"(^|\.)(tok_embeddings|lm_head|output)\.weight$")
 
 
@@ -41,10 +40,8 @@ class CoupledOptimizersContainer(OptimizersContainer):
         model: nn.Module, param_group_configs: Sequence[ParamGroupConfig], *args: Any, **more: Any
     ) -> Any:
         """As torchtitan's, with the names of a part's token matrices, of which it may have none."""
-        names = {*embedding_parameters(model)}
-        # The last part of a pipeline has a head, which nothing but its name tells.
-        names |= {name for name, _ in model.named_parameters() if _OWN_NAMES.search(name)}
-        pattern = f"^({'|'.join(map(re.escape, sorted(names)))})$"
+        names = token_matrices(model, _OWN_NAMES)
+        pattern = f"^({'|'.join(map(re.escape, names))})$"
         configs = [
             dataclasses.replace(config, pattern=pattern)
             if config.pattern == TOKEN_MATRICES

@@ -16,8 +16,7 @@ from coupled_adam.fields import (
     Share,
     require,
 )
-
-MOST_LAYERS = 1000  # more take too long to build, even on the meta device
+from coupled_adam.inputs import MOST_LAYERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,8 @@ def reach_hub() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later
 
 
-def download_model(
-    name: str, revision: str | None, patterns: Sequence[str], folders: Sequence[str] = ()
-) -> Path:
-    """Download a model's files with names of these patterns, and all that some subfolders hold."""
+def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Download a model's files with names of these patterns; in a subfolder, only if all say so."""
     from huggingface_hub import snapshot_download
     from tqdm.asyncio import tqdm_asyncio
 
@@ -44,10 +42,8 @@ def download_model(
             super().__init__(*args, **{**options, "disable": None, "leave": False})
 
     reach_hub()
-    kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ["*/*"]}
-    for folder in folders:
-        below: dict[str, Any] = {"allow_patterns": f"{folder}/*"}
-        snapshot_download(name, revision=revision, tqdm_class=Bar, **below)
+    ignored = None if all("/" in pattern for pattern in patterns) else ["*/*"]
+    kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ignored}
     return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **kept))
 
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from coupled_adam.lab.reporting.frame import TEST_LOSS, baseline_of, by_seed, groups
+from coupled_adam.lab.reporting.frame import (
+    TEST_LOSS,
+    baseline_of,
+    best_of_each,
+    by_seed,
+    groups,
+)
 from coupled_adam.lab.reporting.statistics import paired_t_test, shown_p
 from coupled_adam.lab.run import Run
 from coupled_adam.runs import COMPARISON
@@ -58,7 +64,7 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     notes = []
     # Of the arms of a sweep only the best is compared.
     if len(arms) > experiment.family.nunique():
-        arms = _best_of_each(experiment)
+        arms = best_of_each(experiment, "family")
         losses = [f"{_label(arm)} ({arm.valid_loss.mean():.3f})" for arm in arms]
         notes.append(f"The arms with the lowest validation loss are {'; '.join(losses)}.")
         baseline = baseline_of(arms)
@@ -82,20 +88,6 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
     if len(rivals) > 1:
         sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
     return [*sentences, *notes]
-
-
-def _best_of_each(experiment: pd.DataFrame) -> list[pd.DataFrame]:
-    """The best arm of each family.
-
-    The validation loss at the end of training chooses, so that the test loss of what is chosen is
-    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
-    """
-    arms = experiment.groupby(["family", "setup"], sort=False).valid_loss.agg(["count", "mean"])
-    # Among all arms of the experiment, so that each comparison is over the same seeds. Without
-    # any validation loss all are equal, and the first is taken.
-    complete = arms[arms["count"] == arms["count"].max()]
-    best = complete["mean"].fillna(0).groupby("family", sort=False).idxmin()
-    return [experiment[experiment.setup == setup] for _, setup in best]
 
 
 def _states(arms: Sequence[pd.DataFrame]) -> list[str]:

@@ -1,5 +1,6 @@
 """The choice of a report's pictures: all those for which its runs have the data."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -9,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coupled_adam.lab.reporting import plots
-from coupled_adam.lab.reporting.frame import ACCURACY, TEST_LOSS, groups
+from coupled_adam.lab.reporting.frame import ACCURACY, TEST_LOSS, best_of_each, groups
 from coupled_adam.rendering.pictures import Picture, legend, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -130,18 +131,14 @@ def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFram
 
 
 def _best_arms(frame: pd.DataFrame) -> pd.DataFrame:
-    """The runs of one arm for each experiment and optimizer, as more lines cannot be told apart.
-
-    It is the arm with the lowest validation loss; without one in its logs, the first.
-    """
+    """The runs of one arm for each experiment and optimizer, as more lines cannot be told apart."""
     compared = frame[frame.optimizer.isin(["adamw", "coupled_adam", "lean"])]
-    keys = ["experiment", "optimizer", "setup"]
-    loss = compared.groupby(keys, sort=False).valid_loss.transform("mean").fillna(np.inf)
-    # The first row of the lowest loss names the arm.
-    order = compared.assign(mean_valid_loss=loss).sort_values("mean_valid_loss", kind="stable")
-    chosen = order.drop_duplicates(["experiment", "optimizer"])
-    is_chosen = compared[keys].apply(tuple, axis=1).isin(chosen[keys].apply(tuple, axis=1))
-    return compared[is_chosen.astype(bool)]
+    chosen = (
+        arm.index
+        for experiment in groups(compared, "experiment")
+        for arm in best_of_each(experiment, "optimizer")
+    )
+    return compared.loc[[*itertools.chain(*chosen)]]
 
 
 def _across(frame: pd.DataFrame) -> dict[str, Draw]:

@@ -186,6 +186,20 @@ def baseline_of(arms: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
     return next((arm for arm in arms if arm.is_baseline.all()), None)
 
 
+def best_of_each(experiment: pd.DataFrame, column: str) -> list[pd.DataFrame]:
+    """The best of the arms with each value of a column, such as the family or the optimizer.
+
+    The validation loss at the end of training chooses, so that the test loss of what is chosen is
+    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
+    """
+    arms = experiment.groupby([column, "setup"], sort=False).valid_loss.agg(["count", "mean"])
+    # Among all arms of the experiment, so that each comparison is over the same seeds. Without
+    # any validation loss all are equal, and the first is taken.
+    complete = arms[arms["count"] == arms["count"].max()]
+    best = complete["mean"].fillna(0).groupby(column, sort=False).idxmin()
+    return [experiment[experiment.setup == setup] for _, setup in best]
+
+
 def by_seed(runs: pd.DataFrame, measure: Measure) -> dict[int, float]:
     """A measure of the runs that have it, by seed."""
     values: dict[int, float] = runs.set_index("seed")[measure.key].dropna().to_dict()

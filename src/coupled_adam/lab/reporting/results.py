@@ -119,27 +119,27 @@ def _metric(
     def pairs(rival: pd.DataFrame) -> Paired | None:
         return paired_t_test(seeds, by_seed(rival, column))
 
+    def decisive_p(rival: pd.DataFrame) -> float | None:
+        if not paired:
+            return p(rival)
+        test = pairs(rival)
+        return None if test is None else test.p if test.direction == better else 1.0
+
     def is_better(rival: pd.DataFrame) -> bool:
-        if level is not None and paired:
-            return (
-                (test := pairs(rival)) is not None and test.p < level and test.direction == better
-            )
         if level is not None:
-            return (x := p(rival)) is not None and x < level
+            return (x := decisive_p(rival)) is not None and x < level
         sign = 1 if better == "higher" else -1
         # NaN where either side has no value, which is not greater than anything.
         difference: float = arm[column.key].mean() - rival[column.key].mean()
         return sign * difference > 0
 
     test = None if against is None else pairs(against)
-    unpaired = None if against is None else p(against)
-    two_sided = None if test is None else test.p
     return Metric(
         values,
         shorthand(values, column.digits),
-        unpaired,
+        None if against is None else p(against),
         None if test is None else test.one_sided(better),
-        two_sided if paired else unpaired,
+        None if against is None else decisive_p(against),
         bool(rivals) and all(map(is_better, rivals)),
     )
 

@@ -64,7 +64,7 @@ class RowWiseAdagrad(Optimizer):
 
 def lean(params: list[Tensor], lr: float) -> CoupledAdamW:
     """What ``embeddings="lean"`` gives a table with sparse gradients."""
-    options = {**LEAN, "zero_sum": False, "coupled": True, "weight_decay": 0.0}
+    options = {**LEAN, "lr_factor": 1.0, "zero_sum": False, "coupled": True, "weight_decay": 0.0}
     return CoupledAdamW([{"params": params, **options}], lr)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from coupled_adam.deepspeed import couple
 from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.param_groups import embedding_options, param_groups
@@ -106,7 +107,18 @@ class CoupledAdamWFactory:
         if options.get("steps") == "auto":
             options["steps"] = _steps(self.trainer, args)
         group_options = {name: options.pop(name) for name in _GROUP_OPTIONS if name in options}
-        return CoupledAdamW(param_groups(model, **group_options), **options)
+        optimizer = CoupledAdamW(param_groups(model, **group_options), **options)
+        # A trainer that resumes loads DeepSpeed's checkpoint before it tells that training begins.
+        if self.trainer is not None and self.trainer.is_deepspeed_enabled:
+            optimizer.register_load_state_dict_pre_hook(lambda *_: _couple_loaded(self.trainer))
+        return optimizer
+
+
+def _couple_loaded(trainer: Any) -> None:
+    """Couple the matrices of an engine whose model has been loaded, and its optimizer not yet."""
+    # So that its partitions hold the parameters, by which couple finds them.
+    trainer.deepspeed.optimizer.refresh_fp32_params()
+    couple(trainer.deepspeed)
 
 
 def _steps(trainer: Trainer | None, args: TrainingArguments | None) -> int:
@@ -141,6 +153,8 @@ class _IsTaken(TrainerCallback):
                 "    trainer.optimizer = CoupledAdamWFactory()(model, args, embeddings=...)\n"
                 "or build it in the trainer's create_optimizer"
             )
+        if self.trainer.is_deepspeed_enabled:
+            couple(self.trainer.deepspeed)
         factors = {g["initial_lr_factor"] for g in innermost.param_groups if "lr_factor_from" in g}
         for factor in factors:
             self.trainer.log({"embedding_lr_factor": factor})

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils.versions import require_version
 
 from coupled_adam.deepspeed import couple
 from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.param_groups import embedding_options, param_groups
+
+# Older ones do not call a factory with the model.
+require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
 
 _GROUP_OPTIONS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
 """The options that go to param_groups; the weight decay is the optimizer's."""

@@ -470,7 +470,9 @@ def in_scan(axis_type, mesh_shape, spec):
     names = ("x", "y")[: len(mesh_shape)]
     mesh = jax.make_mesh(mesh_shape, names, axis_types=(axis_type,) * len(names))
     partition = jax.sharding.PartitionSpec
-    with jax.set_mesh(mesh):
+    # Its name before JAX 0.7
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+    with set_mesh(mesh):
         params = jax.device_put(matrix(), jax.sharding.NamedSharding(mesh, partition(*spec)))
         split = jax.sharding.NamedSharding(mesh, partition(None, *spec))
         grads = jax.device_put(np.stack(gradients()), split)

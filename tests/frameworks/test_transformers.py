@@ -84,7 +84,7 @@ def test_trainer(tmp_path):
     assert (coupled["lr"], coupled["betas"]) == (2e-2, (0.5, 0.99))
     by_hand(model, optimizer)
     for (name, p), q in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=2e-5, msg=name)
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8, msg=name)
     logged = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
     assert logged == [1e-2] * STEPS
     with pytest.raises(ValueError, match=r"has an optimizer already.*before train"):

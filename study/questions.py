@@ -372,6 +372,28 @@ def _beside_muon(
     }
 
 
+def _tables_beside_muon(factors: Iterable[float]) -> dict[str, Entry]:
+    """Three optimizers of the embeddings beside Muon, with rates relative to Muon's.
+
+    The betas 0.8, 0.95 are those that modded-nanogpt and nanochat give embeddings beside Muon.
+    """
+    lean = {"row_exponent": LEAN["row_exponent"], "zero_sum": True}
+    tables: dict[str, dict[str, Any]] = {
+        "lean": {**lean, "beta1": LEAN["betas"][0], "beta2": LEAN["betas"][1]},
+        "adamw 0 0.999": {"coupled": False, "beta1": 0.0, "beta2": 0.999},
+        "adamw 0.8 0.95": {"coupled": False, "beta1": 0.8, "beta2": 0.95},
+    }
+    return {
+        f"{name} f={factor:g}": Entry(
+            {"optimizer": "muon", **options, "lr_factor": factor},
+            {**_few_steps(2400), "training.lr": 1e-2},
+            FAST,
+        )
+        for name, options in tables.items()
+        for factor in factors
+    }
+
+
 ALTERNATIVES = (
     "centered_each_step",
     "mean_loss_0.0001",
@@ -683,6 +705,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)
         for arm, options in ARMS.items()
     },
+    "muon_tables": _tables_beside_muon((0.5, 1, 2, 4, 8, 16)),
     "muon_rates": _beside_muon(ARMS, (0.25, 4, 16), itertools.product((1, 4), (0.25, 1))),
     "alternatives": _alternatives(),
     "between": {
@@ -833,7 +856,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
-SECOND_EDITION = ("first_page", "geometric", "screening")
+SECOND_EDITION = ("first_page", "geometric", "muon_tables", "screening")
 """Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
 ON_A_GPU = ("10M",)
@@ -844,6 +867,7 @@ UNFINISHED = (
     "ember_and_free",
     "first_page",
     "geometric",
+    "muon_tables",
     *(
         name
         for name in QUESTIONS

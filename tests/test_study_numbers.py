@@ -299,6 +299,20 @@ def test_headline():
         p_shows(of_pairs, stats.ttest_rel(*pairs).pvalue if len(common) > 1 else np.nan)
 
 
+def test_all_runs_of_one_adamw():
+    """The loss after 20M tokens at the usual betas, with the runs of a later question, too."""
+    coupled = [*seeds("paper_ratio", "coupled n=0", "test").values()]
+    planned, later = ("paper_ratio", "adamw n=0"), ("betas_longer", "adamw 0.9 0.95 n=0")
+    adamw = [loss for runs in (planned, later) for loss in seeds(*runs, "test").values()]
+    assert len(adamw) == 8
+    student, welch = (stats.ttest_ind(coupled, adamw, equal_var=x).pvalue for x in (True, False))
+    said(
+        "with all eight the difference is #, with a two-sided p of # by Student's test, and # by",
+        *(np.mean(adamw) - np.mean(coupled), student, welch),
+        page="docs/paper.md",
+    )
+
+
 BEST = referee.ADAMW_BEST
 BY_LABEL = {line.label: line for line in referee.BETAS}
 

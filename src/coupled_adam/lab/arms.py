@@ -240,11 +240,12 @@ class TableRuleArm(_ArmWithBetas):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MuonArm(Arm):
-    """Muon for the hidden matrices, and Coupled Adam or AdamW for everything else.
+class MuonArm(_ArmWithBetas):
+    """Muon for the hidden matrices, another optimizer for the embeddings, AdamW for the rest.
 
     Muon's updates are as large as AdamW's, so that one learning rate suits both. Learned positions
-    are never Muon's.
+    are never Muon's. LEAN for the embeddings is ``{optimizer: muon, row_exponent: 0.75, zero_sum:
+    true, beta1: 0, beta2: 0.99}``.
 
     coupled: whether the token embeddings have Coupled Adam; if not, they have AdamW.
     row_exponent, zero_sum: as for coupled_adam.
@@ -272,13 +273,15 @@ class MuonArm(Arm):
         from coupled_adam import MuonWithCoupledAdam
 
         names = ("lr_factor", "row_exponent", "zero_sum")
+        embeddings = {name: getattr(self, name) for name in names}
+        embeddings["betas"] = self.for_embeddings(training, training.betas)["betas"]
         decay = training.weight_decay
         positions = _positions(model, decay if training.decay_positions else 0.0)
         # Positions are added below as a group of AdamW's, with or without the weight decay.
         optimizer = MuonWithCoupledAdam(
             model,
             self.rate(training),
-            embeddings={name: getattr(self, name) for name in names},
+            embeddings=embeddings,
             exclude=positions["params"],
             weight_decay=decay,
             betas=training.betas,

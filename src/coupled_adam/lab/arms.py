@@ -83,8 +83,8 @@ class Arm:
 class _ArmWithBetas(Arm):
     """An arm whose embeddings may have other betas than the rest.
 
-    beta1, beta2: the betas of the token embeddings; null means the optimizer's own, which for adamw
-        and coupled_adam are the training's.
+    beta1, beta2: the betas of the token embeddings; null means the optimizer's own, which for
+        adamw, coupled_adam and muon are the training's.
     """
 
     beta1: Beta | None = None

@@ -32,7 +32,9 @@ from coupled_adam.lab.reporting.statistics import (
         ([0.1 + 0.2, 0.3], "0.300"),  # the rounding of float64 is no deviation
         ([-0.0001, 0.0001 / 3], "-0.00003 (9)"),
         ([-0.0004], "0.000"),
-        ([1e-30, 3e-30], "0." + 29 * "0" + "2 (1)"),
+        ([1e-30, 3e-30], "2e-30 (1)"),
+        ([1.234e-6, 1.236e-6], "1.235e-6 (1)"),
+        ([-4e-9, 4e-9], "0e-9 (6)"),
     ],
 )
 def test_shorthand(values, text):

@@ -1,5 +1,6 @@
 """Reports on the embeddings of several models as a page of HTML with pictures."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from coupled_adam.embeddings.analysis_tables import analyses_table, references_t
 from coupled_adam.embeddings.measures import MEASURES, small_print
 from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.page import render
-from coupled_adam.rendering.pictures import Picture, single
+from coupled_adam.rendering.pictures import COLORS, Picture, single
 from coupled_adam.rendering.tables import Table
 
 _TOKENS = 200  # that a page names; a map has all
@@ -46,7 +47,8 @@ def analyses_page(
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     """Pictures of the matrices, their spectra and norms; with counts, also of frequency."""
     # A color and a label for each; matplotlib reads text between two $ as a formula.
-    styles = [(f"C{i % 10}", a.label.replace("$", r"\$")) for i, a in enumerate(analyses)]
+    labels = [analysis.label.replace("$", r"\$") for analysis in analyses]
+    styles = [*zip(itertools.cycle(COLORS), labels)]
 
     def spectra(ax: Axes) -> None:
         for analysis, style in zip(analyses, styles):

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-ADAMW_COLOR, COUPLED_ADAM_COLOR = "#d55e00", "#0072b2"
+COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#6a3d9a")
+"""Colors that the color-blind can tell apart, on dark pages, too (templates/base.html)."""
+ADAMW_COLOR, COUPLED_ADAM_COLOR, *_ = COLORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +101,12 @@ def legend(figure: Figure) -> None:
         # As many entries in a row as fit; a letter takes about a fourteenth of an inch.
         widest = max(map(len, entries)) / 14 + 0.6
         columns = max(1, min(len(entries), int(figure.get_figwidth() / widest)))
-        figure.legend(
+        drawn_legend = figure.legend(
             [*entries.values()],
             [*entries],
             loc="outside lower center",
             ncols=columns,
             markerscale=3 if has_small_points else 1,
         )
+        for entry in filter(None, drawn_legend.legend_handles):
+            entry.set_alpha(1)  # a single point of many that are nearly transparent

@@ -95,9 +95,20 @@ def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
     sizes = [arm.embedding_state_bytes.max() for arm in arms]
     if not np.isfinite(sizes).all():
         return []
-    texts = [f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB" for size in sizes]
-    named = (f"{text} ({_label(arm)})" for arm, text in zip(arms, texts))
+    most = max(sizes)
+    named = [
+        f"{_bytes(size)} ({_label(arm)}{_share(size, most)})" for arm, size in zip(arms, sizes)
+    ]
     return [f"Optimizer state of the embeddings: {', '.join(named)}."]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+
+
+def _share(size: float, most: float) -> str:
+    """How much smaller than the largest state one is, if it is at most half of it."""
+    return f", 1/{most / size:.0f} of the largest" if 0 < size <= most / 2 else ""
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:

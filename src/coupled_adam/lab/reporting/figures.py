@@ -77,12 +77,7 @@ def _main(experiment: pd.DataFrame) -> dict[str, Draw]:
 def _details(experiment: pd.DataFrame) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
     colors = plots.arm_colors(experiment)
-    pictures: dict[str, Draw] = {
-        "mean_norm_absolute": (
-            partial(plots.plot_drift, runs=[*experiment.run], colors=colors, metric="mean_norm"),
-            "Norm of the mean embedding over training.",
-        )
-    }
+    pictures: dict[str, Draw] = {}
     measured = [run.evaluation.get("embeddings") or {} for run in _first_seeds(experiment).run]
     if all("singular_values" in measures for measures in measured):
         pictures["spectrum"] = (
@@ -155,7 +150,8 @@ def _across(frame: pd.DataFrame) -> dict[str, Draw]:
             )
     baselines = frame[frame.is_baseline]
     with_moments = baselines[[len(run.second_moments()) > 1 for run in baselines.run]]
-    if len(with_moments):
+    # As the paper's, which compares models of several sizes.
+    if with_moments.parameters.nunique() > 1:
         pictures["second_moment_fit"] = (
             partial(plots.plot_fitted_a, frame=with_moments),
             "The A of the least-squares fit E[v̂] = A p̃ against the tokens seen (as Fig. 5).",

@@ -16,21 +16,16 @@ from coupled_adam.lab.reporting.statistics import second_moment_fit
 from coupled_adam.lab.run import Run
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
+    COLORS,
     COUPLED_ADAM_COLOR,
     plot_means,
     scatter,
 )
 from coupled_adam.rendering.tables import short
 
-OPTIMIZER_COLORS = {
-    "adamw": ADAMW_COLOR,
-    "coupled_adam": COUPLED_ADAM_COLOR,
-    "lean": "#009e73",
-    "sgd": "#cc79a7",
-    "muon": "#e69f00",
-    "table_rule": "#7f6b9e",
-}
-"""The color of each optimizer in all reports; colors that the color-blind can tell apart."""
+OPTIMIZERS = ("adamw", "coupled_adam", "lean", "sgd", "muon", "table_rule")
+OPTIMIZER_COLORS = dict(zip(OPTIMIZERS, COLORS, strict=True))
+"""The color of each optimizer in all reports."""
 
 
 def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
@@ -58,16 +53,13 @@ def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def plot_drift(
-    ax: Axes, runs: Sequence[Run], colors: dict[str, str], metric: str = "mean_norm_ratio"
-) -> None:
-    """Plot the norm of the mean embedding, relative or absolute, against tokens."""
+def plot_drift(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+    """Plot the norm of the mean embedding, relative to the mean norm, against tokens."""
     for run in runs:
-        ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
-    is_relative = metric == "mean_norm_ratio"
-    title = "Drift of the mean embedding" if is_relative else "Norm of the mean embedding"
-    ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if is_relative else "‖μ‖"
-    ax.set(title=title, xlabel="tokens", ylabel=ylabel)
+        drift = run.curve("mean_norm_ratio")
+        ax.plot(*drift, color=colors[run.arm], label=_label(run, runs))
+    ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖"
+    ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
     # From 0, where the mean of LEAN and Coupled Adam stays.
     ax.set_ylim(0)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -102,9 +102,11 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     # of the sentences, while a paper's table has the paper's test
     rows, paper_rows = arm_results(frame, bold, paired=True), arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
+    # What agrees with the paper's code to the digit is for those who compare, in the CSV files.
+    page_columns = [column for column in all_columns if not column.key.endswith("_published")]
     notes, sentences = footnotes(frame, bold, paired=True), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)
-    page_table = results_table(rows, all_columns, notes, seeds=True)
+    page_table = results_table(rows, page_columns, notes, titled=True, seeds=True)
     paper_table = results_table(paper_rows, columns, footnotes(frame, bold))
     results = [
         {"recipe": run.recipe.name, "arm": run.arm, "seed": run.seed, **run.evaluation}

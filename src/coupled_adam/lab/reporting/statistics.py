@@ -43,6 +43,9 @@ def shorthand(values: Sequence[float], digits: int = 3) -> str:
     digit, _, exponent = f"{deviation:.0e}".partition("e")
     if int(exponent) > 0:
         return f"{fixed(mean, 0)} ({deviation:.0f})"
+    if max(abs(mean), deviation) < 1e-5:  # 3e-9 (5), which few zeros can be told from
+        power = int(f"{max(abs(mean), deviation):e}".partition("e")[2])
+        return f"{fixed(mean / 10.0**power, power - int(exponent))}e{power} ({digit})"
     return f"{fixed(mean, -int(exponent))} ({digit})"
 
 

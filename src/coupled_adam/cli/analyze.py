@@ -65,6 +65,7 @@ def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from coupled_adam.embeddings import analysis, analysis_tables
     from coupled_adam.embeddings.changes import compare_analyses
+    from coupled_adam.embeddings.diagnosis import NO_VERDICT
 
     # What cannot be done is refused before the matrices are measured, which may take minutes.
     _check(options)
@@ -109,6 +110,7 @@ def run(options: Options) -> None:
             diagnoses = [entry.diagnosis for entry in undertrained or analyses]
             for entry, sentences in zip(analyses, diagnoses):
                 show(f"{entry.label}: {' '.join(sentences)}")
+            show(NO_VERDICT)
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())

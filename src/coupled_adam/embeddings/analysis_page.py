@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 from coupled_adam.embeddings import pictures
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.analysis_tables import analyses_table, references_table
+from coupled_adam.embeddings.diagnosis import NO_VERDICT
 from coupled_adam.embeddings.measures import MEASURES, small_print
 from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import COLORS, Picture, single
 from coupled_adam.rendering.tables import Table
 
-_TOKENS = 200  # that a page names; a map has all
+_TOKENS = 30  # that a page names; a map has all
 
 
 def analyses_page(
@@ -34,6 +35,7 @@ def analyses_page(
     values = {
         "title": f"Embeddings: {', '.join(dict.fromkeys(a.name for a in analyses))}",
         "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
+        "no_verdict": NO_VERDICT,
         "tokens": [*(named.table(_TOKENS) for named in undertrained), *tables],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, all_measures=True),
@@ -67,7 +69,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     drawn = [
         _clouds(analyses, styles),
         single(spectra, "Singular values relative to the largest."),
-        single(norms, "Norms of the embeddings."),
+        single(norms, " ".join(["Norms of the embeddings.", *map(_unseen, analyses)]).rstrip()),
     ]
     if any(analysis.counts is not None for analysis in analyses):
         drawn.append(single(frequencies, "Norms against how often the tokens occur."))
@@ -90,6 +92,19 @@ def _clouds(analyses: Sequence[Analysis], styles: Sequence[tuple[str, str]]) -> 
         figure,
         "The embeddings projected onto the direction of their mean (horizontal) and onto the "
         "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin.",
+    )
+
+
+def _unseen(analysis: Analysis) -> str:
+    """Where the tokens lie that never occur, whose rows often are a peak of their own."""
+    if analysis.counts is None or not (number := analysis.report.unseen_tokens):
+        return ""
+    unseen = _measured(analysis.norms, analysis)[_measured(analysis.counts, analysis) == 0]
+    low, high = np.quantile(unseen, (0.1, 0.9))
+    label = analysis.label
+    return (
+        f"Of {label} the {number} tokens that never occur have norms of {low:.2g} to {high:.2g} "
+        "(four fifths of them)."
     )
 
 

@@ -8,11 +8,12 @@ from coupled_adam.embeddings.references import place
 
 _NAMED = 5  # dead rows
 # Those that do not depend on a matrix's norms and size, and so can be compared.
-_PLACED = ("mean_norm_ratio", "iso_score", "norm_frequency_correlation")
+_PLACED = ("isotropy_unit", "mean_norm_ratio", "iso_score", "norm_frequency_correlation")
 NO_VERDICT = (
     "None of this says that a model is better or worse: in our runs AdamW with betas 0 and 0.999 "
     "and LEAN reach the same loss, with relative mean norms of 0.25 and below 0.001."
 )
+"""What is said once, below what is said of all matrices."""
 
 
 def diagnose(
@@ -90,6 +91,10 @@ def diagnose(
         ),
         (
             is_shifted,
+            "For finetuning: AdamW may move the mean further, and LEAN leaves it where it is.",
+        ),
+        (
+            is_shifted,
             "For new tokens: a row near the origin, as a usual initialisation is, lies "
             f"{_text('mean_norm', measures)} away from the mean of the others; begin there.",
         ),
@@ -105,7 +110,6 @@ def diagnose(
             "that were hardly trained.",
         ),
         (along > 0.5, "Frequent tokens lie further along the mean than rare ones."),
-        (True, NO_VERDICT),
     ]
     return [sentence for applies, sentence in rules if applies]
 

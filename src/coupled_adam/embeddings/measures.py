@@ -237,7 +237,7 @@ _TABLE = [
         "isotropy_unit", "isotropy at unit mean norm", "", 2, "higher",
         _unless_zero(lambda rows: isotropy_of(rows.unit_log_z)),
         "isotropy after division by the mean norm, with which isotropy falls",
-        short="Iso at unit norm", comparable=True, logged=True,
+        short="Iso at unit norm", first=True, comparable=True, logged=True,
         short_centered="Iso centered, at unit norm",
     ),
     Measure(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.diagnosis import diagnose
+from coupled_adam.embeddings.diagnosis import NO_VERDICT, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, top_directions
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
@@ -63,8 +63,8 @@ class EmbeddingReport(Measures):
 
     @property
     def diagnosis(self) -> str:
-        """Where the measures lie among reference matrices, and what that means."""
-        return " ".join(self.sentences())
+        """Where the measures lie among reference matrices, what that means, and what not."""
+        return " ".join([*self.sentences(), NO_VERDICT])
 
     def sentences(self, **more: Any) -> list[str]:
         """The diagnosis in sentences, with what :func:`diagnose` is told beside the measures."""
@@ -92,11 +92,12 @@ def measure_rows(
 ) -> list[Row]:
     """A row for each measure, or for each of the first, that one of some reports or dicts has.
 
+    Those that can be compared between models come before those that depend on norms or sizes.
     Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
     say nothing once it is removed, and no references.
     """
     rows: list[Row] = []
-    for measure in MEASURES.values():
+    for measure in sorted(MEASURES.values(), key=lambda measure: not measure.comparable):
         values = [measure.value(report) for report in reports]
         shown = (all_measures or measure.first) and (as_is or not measure.about_mean)
         # Without its mean or top directions a matrix has zeros that mean nothing.

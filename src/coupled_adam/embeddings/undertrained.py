@@ -183,6 +183,8 @@ class UndertrainedReport:
                 f"{result.unused.sum()} rows that are known to be unused; "
             )
         note += "others may be merely rare, or well trained"
+        if number < len(tokens):
+            note += f"; the first {number} are shown, and --json has all"
         # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
         asked = ["repeated", "verdict"] if self.verification is not None else []
         counts = ["count"] if self.analysis.counts is not None else []

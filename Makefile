@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Each process that a test starts would compile our modules anew if it could not keep them.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: coverage demo docs format gpu gpu-compile test test-slow
+.PHONY: coverage demo docs format gpu gpu-compile test test-slow ways
 
 # AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
@@ -33,6 +33,10 @@ coverage: $(VENV)/installed
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide --dist load --maxschedchunk 1
+
+# How long the ways through the package are, of which CONTRIBUTING.md has the ceilings.
+ways: $(VENV)/installed
+	$(BIN)/python -W ignore benchmarks/ways.py
 
 # On a machine with a GPU: is everything right there, and how fast? In about four minutes.
 gpu: $(VENV)/installed

@@ -487,7 +487,7 @@ def test_no_verdict_and_no_product():
 @pytest.mark.parametrize("value", [0.0, 1e-4, 0.05, 0.2, 0.5, 2.0])
 def test_where_a_value_lies(value):
     """Between the two references that are next to it; beyond all, the last of them is named."""
-    medians = {r.name: r.median("mean_norm_ratio") for r in references()}
+    medians = {r.name: r.medians.get("mean_norm_ratio") for r in references()}
     text = place("mean_norm_ratio", value)
     named = {name for name in medians if f"{name} (" in text or f"which {name}" in text}
     below = [name for name in medians if medians[name] <= value]

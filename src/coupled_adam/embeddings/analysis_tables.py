@@ -42,7 +42,7 @@ def references_table() -> Table:
         ["V x H", "", *(reference.sizes for reference in references())],
     ]
     for measure in MEASURES.values():
-        values = [reference.median(measure.key) for reference in references()]
+        values = [reference.medians.get(measure.key) for reference in references()]
         if any(value is not None for value in values):
             rows.append([measure.label, measure.symbol, *map(measure.text, values)])
     names = [reference.name for reference in references()]

@@ -128,7 +128,8 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             )
         shapes = below
     # 1. A matrix that is named, or the only one: nothing else is asked of it
-    is_known = any(_is_table(name) or _is_head(name, _OUTPUT_ENDINGS) for name in shapes)
+    kinds = {name: _kind(name) for name in shapes}
+    is_known = not {"table", "head"}.isdisjoint(kinds.values())
     if tensor in shapes or (len(shapes) == 1 and not is_known):
         (name,) = [tensor] if tensor in shapes else shapes
         matrix = weights.read(name)
@@ -136,10 +137,10 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             raise ValueError(f"{weights.source}: {name or 'the array'} {reason}")
         return [EmbeddingMatrix(matrix, "embeddings", name, weights.config)]
     # 2. Tables are known by their names, and heads by their names and sizes
-    inputs, left_out = _distinct(weights, [name for name in shapes if _is_table(name)])
-    heads = [name for name in shapes if _is_head(name, _OUTPUT_ENDINGS)]
+    inputs, left_out = _distinct(weights, [name for name in shapes if kinds[name] == "table"])
+    heads = [name for name in shapes if kinds[name] == "head"]
     if inputs and not heads:
-        heads = [name for name in shapes if _is_head(name, _VAGUE_ENDINGS)]
+        heads = [name for name in shapes if kinds[name] == "maybe a head"]
     # A head has a row for each token, or some more or fewer; those of classifiers have not.
     tokens = max(map(len, inputs.values()), default=0)
     for name in [name for name in heads if shapes[name][0] < tokens / 2]:
@@ -159,8 +160,8 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     # 3. Under an unknown name there may be further embeddings
     sizes = {len(matrix) for matrix in (*inputs.values(), *outputs.values())}
     for name, (rows, _) in shapes.items():
-        known = _is_table(name) or name in heads or _POSITIONS.search(name)
-        if rows in sizes and not known and not _IN_A_BLOCK.search(name):
+        known = kinds[name] in ("table", "block") or name in heads or _POSITIONS.search(name)
+        if rows in sizes and not known:
             left_out.setdefault(name, "has a row for each token, but no known name")
     phrases = [f"{name} {[*shapes[name]]} {reason}" for name, reason in left_out.items()]
     return [
@@ -213,22 +214,20 @@ def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _may_be_embeddings(name: str) -> bool:
     """Whether a tensor of this name may be a table or a head."""
-    return _is_table(name) or _is_head(name, (*_OUTPUT_ENDINGS, *_VAGUE_ENDINGS))
+    return _kind(name) in ("table", "head", "maybe a head")
 
 
-def _layer(name: str) -> str:
-    """The layer that a tensor belongs to, with a dot before each part of its name."""
-    return "." + _WRAPPER.sub("", _PACKED.sub("", name).removesuffix(".weight"))
-
-
-def _is_table(name: str) -> bool:
-    """Whether a tensor of this name is a table of input embeddings."""
-    is_other = _POSITIONS.search(_layer(name)) or _IN_A_BLOCK.search(name)
-    return _layer(name).endswith(_INPUT_ENDINGS) and not is_other
-
-
-def _is_head(name: str, endings: tuple[str, ...]) -> bool:
-    return _layer(name).endswith(endings) and not _IN_A_BLOCK.search(name)
+def _kind(name: str) -> Literal["block", "table", "head", "maybe a head", ""]:
+    """What the name of a tensor says: it is in a block, a table of tokens, a head, or unknown."""
+    if _IN_A_BLOCK.search(name):
+        return "block"
+    # The layer that it belongs to, with a dot before each part of its name
+    layer = "." + _WRAPPER.sub("", _PACKED.sub("", name).removesuffix(".weight"))
+    if layer.endswith(_INPUT_ENDINGS) and not _POSITIONS.search(layer):
+        return "table"
+    if layer.endswith(_OUTPUT_ENDINGS):
+        return "head"
+    return "maybe a head" if layer.endswith(_VAGUE_ENDINGS) else ""
 
 
 def _side(name: str) -> str:

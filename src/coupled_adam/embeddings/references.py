@@ -22,9 +22,10 @@ class Reference:
     sizes: str  # V x H
     measures: Mapping[str, Sequence[float]]  # the least, the median and the largest value of each
 
-    def median(self, key: str) -> float | None:
-        """The median of a measure; None if it was not measured."""
-        return self.measures[key][1] if key in self.measures else None
+    @functools.cached_property
+    def medians(self) -> dict[str, float]:
+        """The median of each measure that was measured, by its key."""
+        return {key: median for key, (_, median, _) in self.measures.items()}
 
 
 @functools.cache
@@ -34,9 +35,10 @@ def references() -> list[Reference]:
     return [Reference(name, **entry) for name, entry in content.items()]
 
 
+@functools.cache
 def span(key: str) -> str:
     """From which to which median the references reach, if a measure can be compared with them."""
-    values = [value for value in (r.median(key) for r in references()) if value is not None]
+    values = [r.medians[key] for r in references() if key in r.medians]
     if not (MEASURES[key].comparable and values):
         return ""
     return f"{_shown(min(values))} to {_shown(max(values))}"
@@ -45,8 +47,7 @@ def span(key: str) -> str:
 def place(key: str, value: float) -> str:
     """Between which references a value lies: a fragment of a sentence that names them."""
     # Not all of them have each measure.
-    values = ((median, r.name) for r in references() if (median := r.median(key)) is not None)
-    ordered = sorted(values)
+    ordered = sorted((r.medians[key], r.name) for r in references() if key in r.medians)
     below = [f"{name} ({_shown(median)})" for median, name in ordered if median <= value]
     above = [f"{name} ({_shown(median)})" for median, name in ordered if median > value]
     if not below:

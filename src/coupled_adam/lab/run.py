@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from coupled_adam.embeddings import load_embeddings
 from coupled_adam.errors import UsageError, prefixed_usage_error
-from coupled_adam.fields import Count, Finite, WholeNumber, require
+from coupled_adam.fields import LARGEST, require
 from coupled_adam.inputs import read_array, read_own
 from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from
@@ -30,13 +30,17 @@ from coupled_adam.runs import (
     by_step,
 )
 
-
 # What the files of a run must hold for those who read them, which pydantic checks: a report may be
 # made of another person's runs, and a message about a damaged file should name it. Further keys may
-# be there, as of a newer version.
+# be there, as of a newer version. The check is strict: no text and no truth value is a number.
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1, le=LARGEST)]
+_WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
 # All other keys are numbers; mypy does not know PEP 728 yet.
-class _Spectra(TypedDict, total=False, extra_items=Finite | None):  # type: ignore[call-arg]
-    singular_values: Annotated[list[Finite], Field(min_length=1)]
+class _Spectra(TypedDict, total=False, extra_items=_Finite | None):  # type: ignore[call-arg]
+    singular_values: Annotated[list[_Finite], Field(min_length=1)]
 
 
 class _Measures(_Spectra, total=False):
@@ -45,8 +49,8 @@ class _Measures(_Spectra, total=False):
 
 
 class _Score(TypedDict):
-    accuracy: Finite
-    stderr: Finite | None
+    accuracy: _Finite
+    stderr: _Finite | None
 
 
 class _Accuracy(_Score):
@@ -54,21 +58,21 @@ class _Accuracy(_Score):
 
 
 class _Pairs(TypedDict):
-    r: Finite | None
-    pairs: WholeNumber
-    total: WholeNumber
+    r: _Finite | None
+    pairs: _WholeNumber
+    total: _WholeNumber
 
 
 class _Similarity(TypedDict):
-    mean: Finite | None
+    mean: _Finite | None
     sets: dict[str, _Pairs]
 
 
 class _Evaluation(TypedDict, total=False):
-    test_loss: Finite
-    test_tokens: Count
-    test_batches: Count | None
-    parameters: Count
+    test_loss: _Finite
+    test_tokens: _Count
+    test_batches: _Count | None
+    parameters: _Count
     embeddings: _Measures
     input_embeddings: _Measures | None
     word_similarity: _Similarity | None
@@ -78,7 +82,7 @@ class _Evaluation(TypedDict, total=False):
 class _Corpus(TypedDict, total=False):
     source: str
     fingerprint: str
-    tokens: dict[str, WholeNumber]
+    tokens: dict[str, _WholeNumber]
 
 
 class _Environment(TypedDict, total=False):
@@ -88,14 +92,14 @@ class _Environment(TypedDict, total=False):
     python: str
     packages: dict[str, str]
     processor: str
-    cores: Count | None
+    cores: _Count | None
     gpus: list[str]
     corpus: _Corpus
     resumed: list[dict[str, Any]]
 
 
 class _Logged(TypedDict):
-    step: WholeNumber
+    step: _WholeNumber
 
 
 _EVALUATION = TypeAdapter(_Evaluation)
@@ -122,14 +126,14 @@ class Run:
         recipe = self.recipe.only(self.arm, self.seed)
         return {"arm": self.arm, "seed": self.seed, "recipe": recipe.to_dict()}
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """The arm in tables and pictures: its optimizer and options, after a name of its own."""
         label = self.setup.label
         # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
         return label if self.family == self.setup.optimizer else f"{self.arm}: {label}"
 
-    @property
+    @functools.cached_property
     def family(self) -> str:
         """What numbered arms have in common: their optimizer, or a name of their own."""
         named_after = self.setup.optimizer, self.setup.label.partition(",")[0].lower()
@@ -137,7 +141,7 @@ class Run:
         own = re.sub(r"-\d+$", "", self.arm)
         return self.setup.optimizer if self.arm.lower().startswith(named_after) else own
 
-    @property
+    @functools.cached_property
     def setup(self) -> Arm:
         """The arm itself: its optimizer with all options."""
         return self.recipe.arms[self.arm]

@@ -7,6 +7,7 @@ leaves open is an error that asks, or is named in a warning.
 import contextlib
 import difflib
 import fnmatch
+import functools
 import itertools
 import math
 import re
@@ -76,7 +77,7 @@ class ModelMatrix:
         """The number of tokens, if it is a token embedding."""
         return self.shape[self.vocab_dim]
 
-    @property
+    @functools.cached_property
     def kinds(self) -> set[str]:
         """The kinds of its holders: "table", "linear" or "hand-written"."""
         return {_kind(module) for module in self.holders}
@@ -99,7 +100,7 @@ class ModelMatrix:
         # tables= names it, and what hand-written code stores as [H, V] follows the hidden states.
         return "table" not in self.kinds and ("linear" in self.kinds or self.vocab_dim == 1)
 
-    @property
+    @functools.cached_property
     def may_embed_tokens(self) -> bool:
         """Whether its name, or the class of a holder, allows it.
 
@@ -107,7 +108,7 @@ class ModelMatrix:
         """
         return 1 not in self.shape and not any(map(_NO_TOKENS.fullmatch, self._words()))
 
-    @property
+    @functools.cached_property
     def is_doubtful(self) -> bool:
         """Whether its name, or the class of a holder, rather speaks of something else."""
         return any(map(_MAYBE_NO_TOKENS.fullmatch, self._words()))
@@ -288,10 +289,14 @@ def _configured_sizes(model: nn.Module) -> set[int]:
     return {
         n
         for options in map(_readable, configs.values())
-        for nested in [options, *map(_readable, options.values())]
+        for nested in [options, *map(_readable, filter(_has_options, options.values()))]
         for key, n in nested.items()
         if _VOCAB_SIZE.fullmatch(str(key)) and isinstance(n, int) and n > 1
     }
+
+
+def _has_options(value: Any) -> bool:
+    return isinstance(value, Mapping) or hasattr(value, "__dict__")
 
 
 def _readable(config: Any) -> dict[Any, Any]:
@@ -445,22 +450,31 @@ def _alike(
     tables = [m for m in rest if "table" in m.kinds and not m.blocks]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
-    # From what is certain by its kind to what only its size suggests.
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
-        if not is_table and "linear" not in m.kinds:  # hand-written: either dimension may be V
-            return not m.blocks and not sizes.isdisjoint(m.shape)
-        if is_table and rows in sizes:  # its name is doubtful
-            return True
         may_be_tokens = is_table or rows not in widths
-        if m.blocks:  # as the heads that predict several tokens ahead have it
-            return rows in sizes and may_be_tokens and rows > columns
-        if not is_table and columns in sizes and columns > rows:  # of one-hot tokens, maybe
-            return widths[columns] == 1
         # Of these sizes no table, or no head, has been found; it may be padded.
         open_sizes = sizes - known["input" if is_table else "output"]
         is_near = rows >= columns and any(20 * abs(rows - n) <= n for n in open_sizes)
-        return is_near or (may_be_tokens and rows in others)
+        # The first that applies decides, from what is certain by its kind to what only its size
+        # suggests.
+        rules = {
+            "hand-written, in which either dimension may be V": (
+                m.kinds.isdisjoint({"table", "linear"}),
+                not m.blocks and not sizes.isdisjoint(m.shape),
+            ),
+            "a table of V rows, of which the name is doubtful": (is_table and rows in sizes, True),
+            "in a block, as heads that predict several tokens ahead are": (
+                bool(m.blocks),
+                rows in sizes and may_be_tokens and rows > columns,
+            ),
+            "a layer of V columns, of one-hot tokens if it is the only one": (
+                not is_table and columns in sizes and columns > rows,
+                widths[columns] == 1,
+            ),
+            "a size": (True, is_near or (may_be_tokens and rows in others)),
+        }
+        return next(verdict for applies, verdict in rules.values() if applies)
 
     return list(filter(looks_alike, rest))
 

@@ -11,7 +11,6 @@ from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.reporting.frame import COLUMNS, baseline_of, by_seed, groups
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
-    Paired,
     SecondMomentFit,
     one_sided_t_test,
     paired_t_test,
@@ -111,18 +110,16 @@ def _metric(
     assert column.better is not None
     better, seeds = column.better, by_seed(arm, column)
     values = [*seeds.values()]
-
-    # Unpaired, as in the paper
-    def p(rival: pd.DataFrame) -> float | None:
-        return one_sided_t_test(values, [*by_seed(rival, column).values()], better)
-
-    def pairs(rival: pd.DataFrame) -> Paired | None:
-        return paired_t_test(seeds, by_seed(rival, column))
+    compared = [*rivals, *([] if against is None else [against])]
+    theirs = {id(rival): by_seed(rival, column) for rival in compared}
+    # Unpaired, as in the paper, and over pairs
+    p = {key: one_sided_t_test(values, [*x.values()], better) for key, x in theirs.items()}
+    pairs = {key: paired_t_test(seeds, x) for key, x in theirs.items()}
 
     def decisive_p(rival: pd.DataFrame) -> float | None:
+        test = pairs[id(rival)]
         if not paired:
-            return p(rival)
-        test = pairs(rival)
+            return p[id(rival)]
         return None if test is None else test.p if test.direction == better else 1.0
 
     def is_better(rival: pd.DataFrame) -> bool:
@@ -133,11 +130,11 @@ def _metric(
         difference: float = arm[column.key].mean() - rival[column.key].mean()
         return sign * difference > 0
 
-    test = None if against is None else pairs(against)
+    test = None if against is None else pairs[id(against)]
     return Metric(
         values,
         shorthand(values, column.digits),
-        None if against is None else p(against),
+        None if against is None else p[id(against)],
         None if test is None else test.one_sided(better),
         None if against is None else decisive_p(against),
         bool(rivals) and all(map(is_better, rivals)),

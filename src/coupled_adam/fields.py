@@ -63,7 +63,8 @@ def meanings(cls: type[Any]) -> dict[str, str]:
     # Entries begin with the names of one or several fields; their further lines are indented:
     # "first, second: what they are, on a line that may go on\n    in the next".
     # Bases come first, so that a class may explain an inherited field anew; object is left out.
-    docs = (inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in cls.__mro__[-2::-1])
+    own_first = [base for base in cls.__mro__ if base is not object]
+    docs = (inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in reversed(own_first))
     text = re.sub(r"``|:(?:class|func):", "", "\n\n".join(docs))
     entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}

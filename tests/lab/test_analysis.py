@@ -164,7 +164,7 @@ def test_references_stand_beside_each_measure(tmp_path, capsys, monkeypatch):
     assert all(len(line) <= 80 or str(tmp_path) in line for line in shown.splitlines())
     (ratio, *_) = (line for line in shown.splitlines() if "‖μ‖ʳ" in line)
     assert ratio.endswith(span("mean_norm_ratio"))
-    assert "Relative mean norm 1.000 is above all 7 references" in " ".join(shown.split())
+    assert "relative mean norm 1.000 is above all 7 references" in " ".join(shown.split())
     assert f"written: {page}" in " ".join(shown.split())
     _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--all")
     for reference in references():

@@ -329,7 +329,7 @@ def test_bold(recipe):
         frame = frame_of_losses(recipe, losses)
         rows = arm_results(frame, **options)
         (note,) = footnotes(frame, **options)
-        return [row.run.arm for row in rows if row.metrics["test_loss"].bold], note
+        return [row.run.arm_name for row in rows if row.metrics["test_loss"].bold], note
 
     three = {**LOSSES, "sgd": [2.55, 2.62, 2.7]}
     arms, note = bold(three)
@@ -360,12 +360,12 @@ def test_what_is_bold_on_a_page_is_what_it_says(recipe):
     frame = frame_of_losses(recipe, {"adamw": [3.0, 4.0, 5.0], "coupled_adam": [2.9, 3.9, 4.91]})
     for paired, expected in ((True, ["coupled_adam"]), (False, [])):
         rows = arm_results(frame, paired=paired)
-        assert [row.run.arm for row in rows if row.metrics["test_loss"].bold] == expected
+        assert [row.run.arm_name for row in rows if row.metrics["test_loss"].bold] == expected
     (sentence, *_) = conclusion(frame, {})
     assert "Coupled Adam is lower than that of AdamW" in sentence
     # The other way round, the unpaired test alone would find one.
     frame = frame_of_losses(recipe, {"adamw": [3.0, 3.2, 3.4], "coupled_adam": [2.9, 2.85, 2.7]})
-    (ours,) = (r for r in arm_results(frame, paired=True) if r.run.arm == "coupled_adam")
+    (ours,) = (r for r in arm_results(frame, paired=True) if r.run.arm_name == "coupled_adam")
     (sentence, *_) = conclusion(frame, {})
     assert ours.metrics["test_loss"].bold == ("is lower than that of AdamW" in sentence)
 

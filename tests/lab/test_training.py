@@ -29,7 +29,7 @@ from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import train as training
 from coupled_adam.lab.training.execution import Execution
-from coupled_adam.lab.training.loggers import MetricsFile, cut_log
+from coupled_adam.lab.training.loggers import MetricsFile, truncate_log
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
@@ -122,12 +122,12 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     places.append((30, "train_loss"))
     lines = [json.dumps({"step": step, name: 1.0}) + "\n" for step, name in places]
     path.write_text("".join(lines) + '{"step": 40, "tra')  # killed while writing
-    cut_log(path, 20)
+    truncate_log(path, 20)
     MetricsFile(path).log_metrics({"train_loss": 2.0}, step=30)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in kept] == [0, 10, 20, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
-    cut_log(path, -1)
+    truncate_log(path, -1)
     assert path.read_text() == ""
 
 

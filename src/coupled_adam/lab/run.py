@@ -116,35 +116,35 @@ class Run:
     """
 
     recipe: Recipe
-    arm: str
+    arm_name: str
     seed: int
     folder: Path
 
     @property
     def config(self) -> dict[str, Any]:
         """The content of ``config.yaml``: the same whatever the run is compared with."""
-        recipe = self.recipe.only(self.arm, self.seed)
-        return {"arm": self.arm, "seed": self.seed, "recipe": recipe.to_dict()}
+        recipe = self.recipe.only(self.arm_name, self.seed)
+        return {"arm": self.arm_name, "seed": self.seed, "recipe": recipe.to_dict()}
 
     @functools.cached_property
     def label(self) -> str:
         """The arm in tables and pictures: its optimizer and options, after a name of its own."""
-        label = self.setup.label
+        label = self.arm.label
         # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
-        return label if self.family == self.setup.optimizer else f"{self.arm}: {label}"
+        return label if self.family == self.arm.optimizer else f"{self.arm_name}: {label}"
 
     @functools.cached_property
     def family(self) -> str:
         """What numbered arms have in common: their optimizer, or a name of their own."""
-        named_after = self.setup.optimizer, self.setup.label.partition(",")[0].lower()
+        named_after = self.arm.optimizer, self.arm.label.partition(",")[0].lower()
         # As arms_from() numbers the arms of a sweep.
-        own = re.sub(r"-\d+$", "", self.arm)
-        return self.setup.optimizer if self.arm.lower().startswith(named_after) else own
+        own = re.sub(r"-\d+$", "", self.arm_name)
+        return self.arm.optimizer if self.arm_name.lower().startswith(named_after) else own
 
     @functools.cached_property
-    def setup(self) -> Arm:
+    def arm(self) -> Arm:
         """The arm itself: its optimizer with all options."""
-        return self.recipe.arms[self.arm]
+        return self.recipe.arms[self.arm_name]
 
     # Cached, as a report asks many times; who adds to the file calls read_evaluation() itself.
     @functools.cached_property

@@ -74,7 +74,9 @@ def adapt(
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups)):
         if is_muons(saved) != is_muons(group):
-            muons, other = ("checkpoint", "optimizer")[:: 1 if is_muons(saved) else -1]
+            muons, other = "checkpoint", "optimizer"
+            if is_muons(group):
+                muons, other = other, muons
             raise ValueError(
                 f"param group {number} is Muon's in the {muons}, but not in the {other}. Load the "
                 "states of the parameters that both update alike, with the 'param_groups' of "
@@ -323,7 +325,7 @@ def _converted(group: Group, p: Tensor, moments: State, exp_avg: Tensor | None) 
     # 2. LEAN's nu is the mean over the rows that have had a gradient. A column that has overflowed,
     # which Coupled Adam stops, has the mean of the others
     nu = nu * len(r) / max(sharded.full_tensor((r > 0).sum()).item(), 1)
-    return {ROW_MOMENT: r, "exp_avg_sq": nu.nan_to_num(*[_mean_of(nu)] * 2)}
+    return {ROW_MOMENT: r, "exp_avg_sq": nu.nan_to_num(nan=(mean := _mean_of(nu)), posinf=mean)}
 
 
 def _adam_of_lean(nu: Tensor, r: Tensor, vocab_dim: int) -> Tensor:

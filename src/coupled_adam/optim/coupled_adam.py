@@ -91,7 +91,7 @@ class CoupledAdam(torch.optim.Adam):
         steps: the number of optimizer steps of the whole training, from which the learning rate of
             ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
             that is loaded keeps its own.
-        lr_factor: an option of ``embeddings`` and of groups, named here for its error alone.
+        lr_factor: an option of ``embeddings`` and of groups, here for ``**LEAN`` and for its error.
 
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,

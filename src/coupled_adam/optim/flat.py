@@ -101,15 +101,15 @@ def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
     features = [shard.shape[1 - vocab_dim] for shard in shards]  # H of each matrix
     tokens = [shard.shape[vocab_dim] for shard in shards]  # V of each matrix
 
-    def cut(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Any]:
+    def of_each(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [None] * len(shards) if vectors is None else vectors.split(sizes)
 
     # Views, so that what a step writes to them is in the optimizer's state.
     nu, maxima, means = (
-        cut(vectors, features)
+        of_each(vectors, features)
         for vectors in (parameter.exp_avg_sq, parameter.max_exp_avg_sq, parameter.mean_update)
     )
-    rows = cut(parameter.row_exp_avg_sq, tokens)
+    rows = of_each(parameter.row_exp_avg_sq, tokens)
     for i, shard in enumerate(shards):
         # A piece has neither whole columns nor, at its ends, whole rows.
         ranks = sharded.ranks_of(shard.process_group)
@@ -145,7 +145,7 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     width, offset = matrix.shard.shape[1], matrix.shard.offset
     start, stop = 0, matrix.param.numel()
 
-    def cut(vector: Tensor | None, place: slice) -> Any:
+    def part_of(vector: Tensor | None, place: slice) -> Any:
         if vector is None:
             return None
         return vector[place] if matrix.is_lean else vector[place].clone()
@@ -173,10 +173,10 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
             param=param,
             grad=grad,
             exp_avg=exp_avg,
-            exp_avg_sq=cut(matrix.exp_avg_sq, features),
-            max_exp_avg_sq=cut(matrix.max_exp_avg_sq, features),
-            row_exp_avg_sq=cut(matrix.row_exp_avg_sq, tokens),
-            mean_update=cut(matrix.mean_update, features),
+            exp_avg_sq=part_of(matrix.exp_avg_sq, features),
+            max_exp_avg_sq=part_of(matrix.max_exp_avg_sq, features),
+            row_exp_avg_sq=part_of(matrix.row_exp_avg_sq, tokens),
+            mean_update=part_of(matrix.mean_update, features),
             shard=None,
         )
         segment.kernel = choose(segment)

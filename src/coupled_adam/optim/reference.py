@@ -145,7 +145,7 @@ def row_weights(
     mean_squares = row_squares / matrix.hidden_size
     new = _averaged(r, mean_squares, matrix.beta2)  # [rows]
     r.copy_(new)
-    rho = log_nu.exp() / _seen(matrix.beta2, scalars.t)
+    rho = log_nu.exp() / seen(matrix.beta2, scalars.t)
     # The inner `where` keeps the gradient of a differentiable step finite.
     powers = torch.where(new == 0, 1.0, new / (1 - matrix.beta2**scalars.t)) ** -exponent
     norms = torch.where(mean_squares == 0, 1.0, mean_squares).to(powers.dtype).sqrt()
@@ -159,7 +159,7 @@ def column_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
     """The factor of w_i m_i in the update of e_i, [H]; 0 where nu is 0."""
     group, t, nu = matrix.group, scalars.t, matrix.exp_avg_sq
     lr = matrix.lr / (1 - matrix.beta1**t)
-    nu_hat = group["second_moment_scale"] * nu / _seen(matrix.beta2, t)
+    nu_hat = group["second_moment_scale"] * nu / seen(matrix.beta2, t)
     rates = lr / (torch.where(nu == 0, 1.0, nu_hat).sqrt() + group["eps"])
     return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
 
@@ -245,7 +245,7 @@ def _write(matrix: CoupledMatrix, values: Tensor, scalars: Scalars) -> None:
         round_(matrix.param, values, scalars.noise)
 
 
-def _seen(beta2: float | Tensor, t: float | Tensor) -> float | Tensor:
+def seen(beta2: float | Tensor, t: float | Tensor) -> float | Tensor:
     """1 - beta2^(t-1), the weight of all gradients in nu; 1 in the first step, which has none."""
     if isinstance(t, Tensor):
         correction: Tensor = torch.where(t == 1, 1.0, 1 - beta2 ** (t - 1))

@@ -95,10 +95,10 @@ def update_coupled(
 ) -> None:
     """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
     # Ranks that have the columns of the same rows need nothing of each other but whether to step.
-    cut = [matrix for matrix in matrices if matrix.column_ranks and matrix.shard is None]
-    if cut:
-        nothing = [(m, m.exp_avg_sq.new_empty(0), m.column_ranks) for m in cut]
-        for matrix, total in zip(cut, _add_up(nothing).result()):
+    by_columns = [matrix for matrix in matrices if matrix.column_ranks and matrix.shard is None]
+    if by_columns:
+        nothing = [(m, m.exp_avg_sq.new_empty(0), m.column_ranks) for m in by_columns]
+        for matrix, total in zip(by_columns, _add_up(nothing).result()):
             matrix.has_gradient = _is_stepping(matrix, total)
     # 1. Sum the squares of this rank's rows, [columns] for each matrix
     stepping = []
@@ -132,8 +132,8 @@ def update_lean(
 ) -> None:
     """LEAN: update with the sums of the step before, and sum for the next one."""
     # 1. Where ranks or segments have parts of rows: the sums over whole rows, [rows], and log rho
-    cut = [matrix for matrix in matrices if not matrix.has_whole_rows]
-    whole_rows = _sum_rows(cut) if cut else {}
+    by_columns = [matrix for matrix in matrices if not matrix.has_whole_rows]
+    whole_rows = _sum_rows(by_columns) if by_columns else {}
     # 2. The pass; with zeros on a copy as long as no rank is known to have a gradient
     shared, is_waiting = [], False
     for matrix in matrices:

@@ -137,9 +137,9 @@ def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
             yield "".join([*begun, complete[0]]).strip()
             yield from map(str.strip, complete[1:])
             begun = []
-        cut = max(len(last) - len(separator) + 1, 0)
-        begun.append(last[:cut])
-        end = last[cut:]
+        decided = max(len(last) - len(separator) + 1, 0)
+        begun.append(last[:decided])
+        end = last[decided:]
     yield "".join([*begun, end]).strip()
 
 

@@ -27,7 +27,7 @@ class TokenFile:
     offset: int
     length: int
 
-    def cut(self, at: int) -> tuple["TokenFile", "TokenFile"]:
+    def split_at(self, at: int) -> tuple["TokenFile", "TokenFile"]:
         """Split into the first ``at`` tokens and the rest."""
         at = min(max(at, 0), self.length)
         rest = dataclasses.replace(self, offset=self._byte(at), length=self.length - at)

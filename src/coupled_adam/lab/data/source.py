@@ -128,21 +128,21 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     # nanoGPT writes no test split.
     if not splits["test"]:
         half = sum(file.length for file in splits["valid"]) // 2
-        splits["valid"], splits["test"] = _cut(splits["valid"], half)
+        splits["valid"], splits["test"] = _split_at(splits["valid"], half)
     for split, files in splits.items():
         limit = data.max_tokens if split == "train" else data.max_held_out_tokens
         if limit is not None:
-            splits[split] = _cut(files, limit)[0]
+            splits[split] = _split_at(files, limit)[0]
     return splits
 
 
-def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
+def _split_at(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
     """Split files into those with the first ``at`` tokens and those with the rest."""
-    cuts = []
+    halves = []
     for file in files:
-        cuts.append(file.cut(at))
-        at -= cuts[-1][0].length
-    return [first for first, _ in cuts], [last for _, last in cuts]
+        halves.append(file.split_at(at))
+        at -= halves[-1][0].length
+    return [first for first, _ in halves], [last for _, last in halves]
 
 
 def _text_documents(data: Data) -> Iterator[str]:
@@ -180,9 +180,9 @@ def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str
         files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
         folder = next((Path(file).parent.name for file in files if "/partial-" in file), None)
         if folder is not None and data.max_tokens is None:
-            cut = f"its copy is only a part of it, in the folder {folder}"
-            require(whole is None, f"{cut}. {_HOW_TO_TAKE_PART}")
-            warnings.warn(f"data.hub={data.hub}: {cut}", stacklevel=2)
+            problem = f"its copy is only a part of it, in the folder {folder}"
+            require(whole is None, f"{problem}. {_HOW_TO_TAKE_PART}")
+            warnings.warn(f"data.hub={data.hub}: {problem}", stacklevel=2)
         # Streamed: max_tokens may need only a small part of a data set of terabytes.
         rows = builder.as_streaming_dataset(split=split)
         if data.shuffle_seed is not None:
@@ -198,8 +198,10 @@ def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str
                 yield text
         require(not empty, "there is no text in it")
         if whole is not None:
-            cut = f"it has {count:,} documents, and the whole has {whole:,}. {_HOW_TO_TAKE_PART}"
-            require(count >= whole, cut)
+            problem = (
+                f"it has {count:,} documents, and the whole has {whole:,}. {_HOW_TO_TAKE_PART}"
+            )
+            require(count >= whole, problem)
 
 
 @contextmanager

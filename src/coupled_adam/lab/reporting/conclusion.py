@@ -45,7 +45,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
 
 def _with_short_names(text: str, runs: Iterable[Run]) -> str:
     """A text in which an arm with a name of its own has its options where it comes first only."""
-    for name, label in {run.arm: run.label for run in runs}.items():
+    for name, label in {run.arm_name: run.label for run in runs}.items():
         first = text.find(label) + len(label)
         if label.startswith(f"{name}: ") and label in text:
             text = text[:first] + text[first:].replace(label, name)

@@ -122,11 +122,11 @@ def _row(run: Run) -> dict[str, Any]:
     return {
         "run": run,
         "experiment": run.recipe.name,
-        "arm": run.arm,
+        "arm": run.arm_name,
         "family": run.family,
         "label": run.label,
-        "optimizer": run.setup.optimizer,
-        "setup": run.setup,
+        "optimizer": run.arm.optimizer,
+        "setup": run.arm,
         "seed": run.seed,
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
@@ -167,7 +167,7 @@ def _baseline(experiment: pd.DataFrame) -> Arm | None:
 
 def _order(run: Run) -> tuple[Any, ...]:
     """The sort key: size, experiment, AdamW before Coupled Adam, a plain arm before its sweep."""
-    arm, options = run.setup, run.setup.options
+    arm, options = run.arm, run.arm.options
     kind = {"adamw": 0, "coupled_adam": 1}.get(arm.optimizer, 2)
     scale = options.get("second_moment_scale")
     swept = -math.inf if scale is None else -math.log2(scale), options.get("lr_factor", 0.0)

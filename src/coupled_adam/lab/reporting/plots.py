@@ -42,7 +42,7 @@ def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
 def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the validation loss, and in the background the training loss, against tokens."""
     for run in runs:
-        color = colors[run.arm]
+        color = colors[run.arm_name]
         ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
         ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
     # The training losses begin far above what is to be seen.
@@ -57,7 +57,7 @@ def plot_drift(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the norm of the mean embedding, relative to the mean norm, against tokens."""
     for run in runs:
         drift = run.curve("mean_norm_ratio")
-        ax.plot(*drift, color=colors[run.arm], label=_label(run, runs))
+        ax.plot(*drift, color=colors[run.arm_name], label=_label(run, runs))
     ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖"
     ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
     # From 0, where the mean of LEAN and Coupled Adam stays.
@@ -68,7 +68,7 @@ def plot_drift(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
 def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot embeddings in the plane of their mean and of the largest variance orthogonal to it."""
     for run in runs:
-        pictures.plot_cloud(ax, run.embeddings(), colors[run.arm], _label(run, runs))
+        pictures.plot_cloud(ax, run.embeddings(), colors[run.arm_name], _label(run, runs))
     pictures.finish_clouds(ax)
 
 
@@ -76,14 +76,14 @@ def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> Non
     """Plot the norms of the embeddings against the tokens' frequencies in the training text."""
     for run in runs:
         norms, p = row_norms(run.embeddings()), run.probabilities()
-        pictures.plot_norms(ax, norms, p, colors[run.arm], _label(run, runs))
+        pictures.plot_norms(ax, norms, p, colors[run.arm_name], _label(run, runs))
 
 
 def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the singular values relative to the largest one."""
     for run in runs:
         singular_values = np.array(run.evaluation["embeddings"]["singular_values"])
-        pictures.plot_spectrum(ax, singular_values, colors[run.arm], run.label)
+        pictures.plot_spectrum(ax, singular_values, colors[run.arm_name], run.label)
 
 
 def plot_second_moment(ax: Axes, run: Run) -> None:
@@ -166,9 +166,9 @@ def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None
         for line in groups(same_size, "optimizer"):
             points = _values_by(line, "tokens", measure)
             if points:
-                run = line.iloc[0]
-                label = f"{run.setup.name}, N = {short(run.parameters)}"
-                color = OPTIMIZER_COLORS[run.optimizer]
+                row = line.iloc[0]
+                label = f"{row.setup.name}, N = {short(row.parameters)}"
+                color = OPTIMIZER_COLORS[row.optimizer]
                 plot_means(ax, points, marker=marker, color=color, label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
@@ -187,4 +187,4 @@ def plot_map(ax: Axes, frame: pd.DataFrame) -> None:
 
 def _label(run: Run, runs: Sequence[Run]) -> str | None:
     """The arm's label for the arm's first run, and None for others: once in a legend."""
-    return run.label if run is next(r for r in runs if r.arm == run.arm) else None
+    return run.label if run is next(r for r in runs if r.arm_name == run.arm_name) else None

@@ -109,7 +109,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     page_table = results_table(rows, page_columns, notes, titled=True, seeds=True)
     paper_table = results_table(paper_rows, columns, footnotes(frame, bold))
     results = [
-        {"recipe": run.recipe.name, "arm": run.arm, "seed": run.seed, **run.evaluation}
+        {"recipe": run.recipe.name, "arm": run.arm_name, "seed": run.seed, **run.evaluation}
         for run in frame.run
     ]
     files = {

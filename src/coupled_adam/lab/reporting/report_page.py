@@ -58,7 +58,7 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
 def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
     """The options of an arm, the mean time of its runs, and links to them."""
     first: Run = arm.run.iloc[0]  # for what its runs have in common
-    options = {"optimizer": first.setup.optimizer, **first.setup.options}
+    options = {"optimizer": first.arm.optimizer, **first.arm.options}
     speeds = arm.run.map(lambda run: run.tokens_per_second)
     # From the speed, as the time from start to end has evaluations and interruptions in it.
     minutes = (first.recipe.tokens / 60 / speeds).mean()

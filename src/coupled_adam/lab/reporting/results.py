@@ -221,7 +221,7 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
         header += [f"{column.key}_{name}" for name in ("mean", "std", "n", "p", "p_paired")]
     lines: list[list[Any]] = []
     for row in rows:
-        lines.append([row.run.recipe.name, row.run.recipe.tokens, row.parameters, row.run.arm])
+        lines.append([row.run.recipe.name, row.run.recipe.tokens, row.parameters, row.run.arm_name])
         # n is that of the metric, which not all runs may have.
         for metric in (row.metrics[column.key] for column in columns):
             values = metric.values

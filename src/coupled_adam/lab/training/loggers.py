@@ -74,7 +74,7 @@ def check_log(path: Path, last: int, evaluate_every: int) -> None:
         )
 
 
-def cut_log(path: Path, last: int) -> None:
+def truncate_log(path: Path, last: int) -> None:
     """Drop the lines of a log after a step; those steps will be made, and logged, again."""
     if path.exists():
         kept = (entry for entry in read_log(path) if entry["step"] <= last)

@@ -51,7 +51,7 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """The arm's optimizer, with the recipe's schedule stepped at every step."""
         recipe = self.run.recipe
-        optimizer = self.variant.build_optimizer(self.model, recipe, self.run.setup)
+        optimizer = self.variant.build_optimizer(self.model, recipe, self.run.arm)
         scheduler = {"scheduler": lr_scheduler(optimizer, recipe), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 

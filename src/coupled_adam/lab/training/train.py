@@ -23,7 +23,7 @@ from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoi
 from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
-from coupled_adam.lab.training.loggers import check_log, cut_log, run_loggers
+from coupled_adam.lab.training.loggers import check_log, run_loggers, truncate_log
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.run_log import RunLog
@@ -100,7 +100,7 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
         if last is not None:
             every = min(recipe.training.evaluate_every, recipe.steps)
             check_log(run.folder / METRICS, step, every)
-        cut_log(run.folder / METRICS, step)
+        truncate_log(run.folder / METRICS, step)
         if last is not None:
             record_resumption(run, step)
 

@@ -130,7 +130,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     record, t, beta2 = _record(matrix), scalars.t, matrix.beta2
     total = torch.empty(2 * record.columns + 1, dtype=torch.float64, device="cpu")
     record.sums = total.data_ptr()
-    seen = 1 - beta2 ** (t - 1) or 1.0  # in the first step nu has seen nothing
+    seen = reference.seen(beta2, t)
     if weights is not None:
         weights = weights.contiguous()
         record.weights = weights.data_ptr()

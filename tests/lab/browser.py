@@ -10,7 +10,7 @@ needs_browser = pytest.mark.skipif(
     shutil.which("chromium") is None, reason="needs the browser chromium"
 )
 CLOSED = "default-src 'none'"
-SIZES = ("1200,900", "400,800")
+SIZES = ("1280,900", "400,800")
 
 
 def told_by(page, probe, profile):

@@ -3,6 +3,7 @@
 import csv
 import html.parser
 import io
+import itertools
 import json
 import re
 import shlex
@@ -28,6 +29,7 @@ from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results, footnotes
 from coupled_adam.lab.reporting.statistics import fit_proportional
 from coupled_adam.lab.run import Run
+from lab.browser import needs_browser, told_by
 from laboratory import snapshot
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
@@ -686,3 +688,18 @@ def test_fit():
     assert a == pytest.approx((1 + 10 + 24) / 21)
     line = stats.linregress(x, [1.0, 5.0, 6.0])
     assert r_squared < line.rvalue**2  # which has an intercept, too
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_table_fits_the_window(tmp_path, recipe):
+    """With arms whose labels are long, and three seeds, in a wide window and in a narrow one."""
+    tuned = {"optimizer": "adamw", "lr_factor": [4, 8], "beta1": 0.0, "beta2": 0.999}
+    sweep = override(recipe, {"arms": {**recipe.to_dict()["arms"], "tuned": tuned}})
+    for arm, seed in itertools.product(sweep.arms, (1, 2, 3)):
+        make_run(tmp_path / "runs", sweep, arm, seed, 3.0 + 0.01 * seed)
+    page = report([tmp_path / "runs"], tmp_path / "report").page
+    probe = """[document.querySelectorAll("#results td").length > 40,
+        [...document.querySelectorAll("#results .wide")].every(e => e.scrollWidth <= e.clientWidth),
+        document.documentElement.scrollWidth <= innerWidth]"""
+    assert [*told_by(page, probe, tmp_path / "profile")] == [[True, True, True]] * 2

@@ -52,7 +52,11 @@ DOCS = HERE.parent / "docs" / "study"
 GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
 TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
 """The case of ``benchmarks/gpu.py`` that the README shows."""
-PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")), HERE / "tables.md")
+PAGES = (
+    *(HERE.parent / page for page in ("README.md", "docs/tables.md", "docs/frameworks.md")),
+    *sorted(DOCS.glob("*.md")),
+    HERE / "tables.md",
+)
 
 BASE = (
     Line("AdamW", "learning_rate", "lr=0.005 adamw"),
@@ -611,6 +615,56 @@ def _movement() -> Table:
     return Table(header, rows)
 
 
+HASHED_BIGRAMS = {
+    "no table": "no table",
+    "LEAN, sparse": "lean",
+    "SparseAdam, 0, 0.999": "sparse adam 0 0.999",
+    "SparseAdam, 0.9, 0.999 (its default)": "sparse adam 0.9 0.999",
+    "Adagrad, sparse": "adagrad",
+    "row-wise Adagrad": "row-wise adagrad",
+    "SGD, sparse": "sgd",
+    "AdamW, dense, 0, 0.999": "adamw 0 0.999",
+}
+"""The rows of the table of hashed bigrams, and the names of their runs."""
+
+
+def _hashed_bigrams() -> Table:
+    """Each optimizer of the table at the rate that has the lowest validation loss with one seed."""
+    lines: list[list[str | Cell]] = []
+    for label, arm in HASHED_BIGRAMS.items():
+        state, cells = "", []
+        for steps in (600, 2400):
+            tried = {
+                name: seeds["seeds"]["31"]
+                for name, seeds in results("hashed_bigrams").items()
+                if re.fullmatch(rf"{steps} steps {re.escape(arm)}( [\d.]+)?", name)
+            }
+            if not tried:
+                cells += ["", "", ""]
+                continue
+            best = min(tried, key=lambda name: tried[name]["documents"]["valid"]["loss"])
+            if arm != "no table":
+                state = f"{tried[best]['state_bytes'] / 1e6:,.0f}"
+            losses = [
+                run["documents"]["test"]["loss"]
+                for run in results("hashed_bigrams")[best]["seeds"].values()
+            ]
+            cells += [_rate(best, [*tried]), shorthand(losses), str(len(losses))]
+        lines.append([label, state, *cells])
+    after = ("rate", "loss after {} steps ↓", "seeds")
+    columns = [text.format(steps) for steps in ("600", "2,400") for text in after]
+    return Table(["optimizer of the table", "its state, MB", *columns], lines, left=(0,))
+
+
+def _rate(name: str, tried: list[str]) -> str:
+    """The rate in the name of a run, with a star if none was tried on one side of it."""
+    rates = sorted(float(other.split()[-1]) for other in tried if other[-1].isdigit())
+    if not rates:
+        return ""
+    rate = float(name.split()[-1])
+    return f"{rate:g}" + "*" * (rate in (rates[0], rates[-1]))
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "summary": _summary,
     "by_n": _by_n,
@@ -638,6 +692,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "geometric": _geometric,
     "first_page": _first_page,
     "screening": _screening,
+    "hashed_bigrams": _hashed_bigrams,
     "rate": rate.table,
     "rate_costs": rate.costs,
 }

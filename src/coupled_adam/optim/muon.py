@@ -105,8 +105,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
             )
         if "steps" in groups:
             raise ValueError(
-                f"steps={groups['steps']!r}: the rule for LEAN's rate was not tried beside Muon. "
-                "Pass embeddings=LEAN | {'lr_factor': ...}"
+                f"steps={groups['steps']!r}: beside Muon the rule for LEAN's rate chose too high a "
+                "one in 2,400 steps. Pass embeddings=LEAN | {'lr_factor': 4}, or tune it"
             )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
         # 1. The options

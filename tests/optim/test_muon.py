@@ -352,6 +352,7 @@ def test_a_schedule_that_reads_the_defaults():
         ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\)"),
         ({"adam_lr": "3e-4"}, "Invalid adam_lr: '3e-4' .*not text"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
+        ({"embeddings": "lean", "steps": 2400}, "steps=2400: beside Muon the rule .* too high"),
     ],
 )
 def test_errors(options, message):

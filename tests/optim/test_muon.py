@@ -341,6 +341,19 @@ def test_a_schedule_that_reads_the_defaults():
     train(model, optimizer, range(1, 2))
 
 
+def test_the_number_of_steps_chooses_leans_rate():
+    """Relative to ``adam_lr``, of a model and of its parameters."""
+    options = {"adam_lr": 1e-3, "embeddings": "lean", "steps": 2400}
+    named = decoder(tied=True).named_parameters()
+    for optimizer in (
+        MuonWithCoupledAdam(decoder(tied=True), lr=0.02, **options),
+        MuonWithCoupledAdam(named, lr=0.02, vocab_size=V, **options),
+    ):
+        (group,) = (g for g in optimizer.param_groups if g["coupled"])
+        assert group["lr"] == pytest.approx(6.25e-3)
+        assert group["lr_factor_from"] == "steps=2400"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -352,7 +365,7 @@ def test_a_schedule_that_reads_the_defaults():
         ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\)"),
         ({"adam_lr": "3e-4"}, "Invalid adam_lr: '3e-4' .*not text"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
-        ({"embeddings": "lean", "steps": 2400}, "steps=2400: beside Muon the rule .* too high"),
+        ({"steps": 2400}, "steps=2400 is for embeddings='lean'"),
     ],
 )
 def test_errors(options, message):

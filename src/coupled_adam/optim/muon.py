@@ -49,7 +49,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
             another one, Muon's is larger or smaller to the same extent.
         embeddings: how the token embeddings are updated, as in
             :func:`coupled_adam.param_groups`; ``lr_factor`` is here relative to ``adam_lr``.
-        vocab_size: as in :class:`CoupledAdamW`.
+        vocab_size, steps: as in :class:`CoupledAdamW`.
         weight_decay: the weight decay of matrices other than embeddings.
         momentum, nesterov, ns_coefficients, ns_steps: as in :class:`torch.optim.Muon`.
         ns_eps: what is ``eps`` in :class:`torch.optim.Muon`.
@@ -80,6 +80,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         adam_lr: float | None = None,
         embeddings: Embeddings = "coupled",
         vocab_size: int | Iterable[int] | None = None,
+        steps: int | None = None,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -103,11 +104,6 @@ class MuonWithCoupledAdam(CoupledAdamW):
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
-        if "steps" in groups:
-            raise ValueError(
-                f"steps={groups['steps']!r}: beside Muon the rule for LEAN's rate chose too high a "
-                "one in 2,400 steps. Pass embeddings=LEAN | {'lr_factor': 4}, or tune it"
-            )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
         # 1. The options
         options: dict[str, Any] = {
@@ -125,7 +121,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         others: set[Tensor] = set()
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-            made = param_groups(params, embeddings, vocab_size=vocab_size, **groups)
+            made = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
             # Hidden matrices have the optimizer's weight decay, and all others one of their own.
             others = {p for group in made if "weight_decay" in group for p in group["params"]}
             names = dict(params.named_parameters(remove_duplicate=False))
@@ -138,7 +134,9 @@ class MuonWithCoupledAdam(CoupledAdamW):
                     "MuonWithCoupledAdam needs the model instead of parameters, or vocab_size= "
                     "with the number of rows of the embedding matrices, which are not for Muon"
                 )
-            super().__init__(params, embeddings=embeddings, vocab_size=vocab_size, **adam_options)
+            super().__init__(
+                params, embeddings=embeddings, vocab_size=vocab_size, steps=steps, **adam_options
+            )
             names = dict(pair for group in self.param_groups for pair in named_parameters(group))
         others |= resolve(names, adamw, "adamw")
 

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -615,6 +616,41 @@ def _movement() -> Table:
     return Table(header, rows)
 
 
+BESIDE_MUON = {
+    "LEAN": "lean",
+    "AdamW, 0, 0.999": "adamw 0 0.999",
+    "AdamW, 0.8, 0.95": "adamw 0.8 0.95",
+}
+"""The columns of the table of embeddings beside Muon, and the names of their runs."""
+
+
+def _tables_beside_muon() -> Table:
+    """Validation losses of one seed by rate, then test documents at the best rates, all seeds."""
+    lines: list[list[str | Cell]] = []
+    chosen = {}
+    for arm in BESIDE_MUON.values():
+        tried = [n for n in results("muon_tables") if n.startswith(f"{arm} f=")]
+        chosen[arm] = min(tried, key=lambda name: _first(name)["valid_loss"])
+    for factor in sorted({int(name.partition("f=")[2]) for name in results("muon_tables")}):
+        cells: list[str | Cell] = [f"validation, f = {factor}"]
+        for arm in BESIDE_MUON.values():
+            name = f"{arm} f={factor}"
+            loss = f"{_first(name)['valid_loss']:.3f}" if name in results("muon_tables") else ""
+            cells.append(Cell(loss, bold=name == chosen[arm]))
+        lines.append(cells)
+    by_arm = [Line("", "muon_tables", name) for name in chosen.values()]
+    lines.append(["test documents", *(cell(line, [], "test_documents") for line in by_arm)])
+    lines.append(["‖μ‖ʳ", *(cell(line, [], "mean_norm_ratio") for line in by_arm)])
+    lines.append(["seeds", *(str(len(runs(line))) for line in by_arm)])
+    return Table(["", *BESIDE_MUON], lines, left=(0,))
+
+
+def _first(name: str) -> dict[str, Any]:
+    """The run of the first seed, with which rates were chosen."""
+    run: dict[str, Any] = next(iter(results("muon_tables")[name]["seeds"].values()))
+    return run
+
+
 HASHED_BIGRAMS = {
     "no table": "no table",
     "LEAN, sparse": "lean",
@@ -692,6 +728,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "geometric": _geometric,
     "first_page": _first_page,
     "screening": _screening,
+    "muon_tables": _tables_beside_muon,
     "hashed_bigrams": _hashed_bigrams,
     "rate": rate.table,
     "rate_costs": rate.costs,

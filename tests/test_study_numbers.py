@@ -22,6 +22,7 @@ COMPARISONS, RATE, WIDER, MOMENTUM = (
     f"docs/study/{name}.md" for name in ("optimizers", "rate", "wider", "momentum")
 )
 PRACTICE, README, STUDY = "docs/practice.md", "README.md", "docs/study/README.md"
+TABLES = "docs/tables.md"
 
 
 # --- the results ---
@@ -712,6 +713,116 @@ def test_the_first_page():
         page=STUDY,
     )
     assert pytest.approx(23, abs=0.5) == 2 ** (9 / 2)
+
+
+def test_hashed_bigrams():
+    """Each optimizer of the table at the rate that validation chose with the first seed."""
+    _, lines = rows("hashed_bigrams", TABLES)
+    shown, losses = set(), {}
+    for line, arm in zip(lines, tables.HASHED_BIGRAMS.values(), strict=True):
+        for steps, (rate, cell, number) in ((600, line[2:5]), (2400, line[5:8])):
+            start = f"{steps} steps {arm}"
+            tried = [
+                n for n in results("hashed_bigrams") if n == start or n.startswith(f"{start} ")
+            ]
+            shown |= {*tried}
+            if not tried:
+                assert not cell
+                continue
+            valid, test = (
+                {
+                    name: [run["documents"][split]["loss"] for run in by_seed.values()]
+                    for name in tried
+                    if (by_seed := seeds("hashed_bigrams", name))
+                }
+                for split in ("valid", "test")
+            )
+            best = min(tried, key=lambda name: valid[name][0])
+            assert next(iter(seeds("hashed_bigrams", best))) == 31
+            cell_shows(cell, test[best])
+            assert len(test[best]) == int(number)
+            losses[arm, steps] = test[best]
+            if arm == "no table":
+                continue
+            rates = sorted(float(name.removeprefix(f"{start} ")) for name in tried)
+            assert best == f"{start} {rate.strip(chr(92) + '*')}"
+            assert rate.endswith("*") == (float(best.split()[-1]) in (rates[0], rates[-1]))
+            of_states = {run["state_bytes"] for run in seeds("hashed_bigrams", best).values()}
+            assert line[1] == f"{of_states.pop() / 1e6:,.0f}"
+    assert shown == {*results("hashed_bigrams")}
+    # What is said below the table
+    names = {
+        "lean": "600 steps lean 0.04",
+        "sgd": "600 steps sgd 1280",
+        "sparse adam": "600 steps sparse adam 0 0.999 0.02",
+        "row-wise": "600 steps row-wise adagrad 0.32",
+        "as it comes": "600 steps sparse adam 0.9 0.999 0.08",
+    }
+
+    def higher(name, baseline="600 steps lean 0.04", value="documents"):
+        return differences(("hashed_bigrams", name), ("hashed_bigrams", baseline), value)
+
+    longer = [f"2400 steps {name}" for name in ("no table", "lean 0.02", "sgd 1280")]
+    worth = higher("600 steps no table"), higher(longer[0], longer[1])
+    said(
+        "lowers the loss by # after 600 steps, and by # after 2,400",
+        *map(np.mean, worth),
+        page=TABLES,
+    )
+    above = [higher(names[rule]) for rule in ("sgd", "sparse adam", "row-wise")]
+    assert all(len(pairs) == 3 and min(pairs) > 0 for pairs in above)
+    said(
+        "that of SGD is # higher, that of SparseAdam with the best betas #, and that of row-wise "
+        "Adagrad #.",
+        *map(np.mean, above),
+        page=TABLES,
+    )
+    said("SparseAdam as it comes is # higher", np.mean(higher(names["as it comes"])), page=TABLES)
+    said("(one seed, 0.37M parameters) it is # higher", *higher(longer[2], longer[1]), page=TABLES)
+    said("in 600 steps, and with `LEAN` it is # lower than", np.mean(above[1]), page=README)
+    costs = [
+        next(iter(seeds("hashed_bigrams", f"600 steps lean {rate}").values()))["documents"]
+        for rate in (0.08, 0.04)
+    ]
+    cost = costs[0]["valid"]["loss"] - costs[1]["valid"]["loss"]
+    said("factor of 2 after 600 steps, where it costs # of validation loss", cost, page=TABLES)
+    assert pytest.approx(2 * 0.04) == 16 * 5e-3  # by the rule, relative to the core's 5e-3
+    said("and of # after 2,400", 15_000 / 2400 * 5e-3 / 0.02, page=TABLES)
+
+
+def test_tables_beside_muon():
+    """Each cell; the rate is that with the lowest validation loss of the first seed."""
+    _, lines = rows("muon_tables", COMPARISONS)
+    *by_rate, documents, drift, numbers_of_seeds = lines
+    arms = [*tables.BESIDE_MUON.values()]
+    first = {
+        name: next(iter(seeds("muon_tables", name, "valid").values()))
+        for name in results("muon_tables")
+    }
+    chosen = {}
+    for column, arm in enumerate(arms, 1):
+        tried = {name: loss for name, loss in first.items() if name.startswith(f"{arm} f=")}
+        best = chosen[arm] = min(tried, key=tried.get)
+        for line in by_rate:
+            name = f"{arm} f={line[0].rpartition(' ')[2]}"
+            assert bool(line[column]) == (name in tried)
+            if line[column]:
+                shows(line[column].strip("*"), tried[name])
+                assert line[column].startswith("**") == (name == best)
+        cell_shows(documents[column], [*seeds("muon_tables", best, "documents").values()])
+        assert int(numbers_of_seeds[column]) == len(seeds("muon_tables", best))
+    lean, adamw, usual = (("muon_tables", chosen[arm]) for arm in arms)
+    assert chosen["lean"] == "lean f=4"
+    assert float(drift[1].partition(" ")[0]) < 0.001 < float(drift[2].partition(" ")[0])
+    pairs = differences(lean, adamw, "documents")
+    assert len(pairs) > 1
+    said("LEAN's loss on test documents minus that of AdamW at 0, 0.999 is #", np.mean(pairs))
+    said("AdamW at 0.8, 0.95 is # above", *differences(usual, lean, "documents"))
+    # By what was written down, the rule is offered.
+    next_to_the_rule = min((2, 4, 8), key=lambda f: abs(np.log(f / (15_000 / 2400))))
+    above = first[f"lean f={next_to_the_rule}"] - first["lean f=4"]
+    assert above <= 0.03
+    said("(f = #), LEAN's validation loss is # above its lowest", next_to_the_rule, above)
 
 
 def test_the_screening():

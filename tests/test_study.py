@@ -279,7 +279,7 @@ def test_results_are_of_the_questions_as_they_are(question):
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
         recorded = recipe_from(entry["recipe"], name)
         assert recorded in (recipe, dataclasses.replace(recipe, variant=None))
-        assert {*map(int, entry["seeds"])} <= {*range(1, 26)}
+        assert {*map(int, entry["seeds"])} <= {*range(1, 26), 51, 52, 53}
         complete &= {*entry["seeds"]} >= {"1", "2", "3"}
     assert complete == (question not in UNFINISHED)
 

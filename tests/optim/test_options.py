@@ -226,7 +226,7 @@ STEPS_ERRORS = [
     (lambda: CoupledAdamW(model().parameters(), steps=10), "steps=10 says how.*pass the model"),
     (lambda: CoupledAdamW(param_groups(model(), "lean"), steps=10), r"param_groups\(model, 'lean'"),
     (lambda: CoupledAdamW(frozen(), embeddings="lean", steps=10), "steps=10 has no effect.*frozen"),
-    (lambda: MuonWithCoupledAdam(model(), embeddings="lean", steps=10), "steps=10: .*beside Muon"),
+    (lambda: MuonWithCoupledAdam(model(), steps=10), "steps=10 is for embeddings='lean'"),
 ]
 
 

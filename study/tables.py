@@ -54,7 +54,7 @@ GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
 TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
 """The case of ``benchmarks/gpu.py`` that the README shows."""
 PAGES = (
-    *(HERE.parent / page for page in ("README.md", "docs/tables.md", "docs/frameworks.md")),
+    *(HERE.parent / page for page in ("README.md", "docs/tables.md")),
     *sorted(DOCS.glob("*.md")),
     HERE / "tables.md",
 )

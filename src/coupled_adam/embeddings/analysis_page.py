@@ -66,10 +66,11 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
                 counts = _measured(analysis.counts, analysis)
                 pictures.plot_norms(ax, _measured(analysis.norms, analysis), counts, *style)
 
+    unseen = filter(None, map(_unseen, analyses))
     drawn = [
         _clouds(analyses, styles),
         single(spectra, "Singular values relative to the largest."),
-        single(norms, " ".join(["Norms of the embeddings.", *map(_unseen, analyses)]).rstrip()),
+        single(norms, " ".join(["Norms of the embeddings.", *unseen])),
     ]
     if any(analysis.counts is not None for analysis in analyses):
         drawn.append(single(frequencies, "Norms against how often the tokens occur."))
@@ -101,10 +102,9 @@ def _unseen(analysis: Analysis) -> str:
         return ""
     unseen = _measured(analysis.norms, analysis)[_measured(analysis.counts, analysis) == 0]
     low, high = np.quantile(unseen, (0.1, 0.9))
-    label = analysis.label
     return (
-        f"Of {label} the {number} tokens that never occur have norms of {low:.2g} to {high:.2g} "
-        "(four fifths of them)."
+        f"Of {analysis.label} the {number} tokens that never occur have norms of {low:.2g} to "
+        f"{high:.2g} (four fifths of them)."
     )
 
 

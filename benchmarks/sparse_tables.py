@@ -95,15 +95,24 @@ def copied() -> float:
 
 
 def peak_memory(rows: int, columns: int, name: str) -> int:
-    """Bytes of a process of its own at most, after a few steps; Linux alone tells it."""
+    """Bytes of a process at most, after a few steps."""
+    return alone("few_steps", rows, columns, name)["peak bytes"]
+
+
+def alone(function: str, *arguments: Any) -> dict[str, Any]:
+    """What a function of this module returns in a process of its own, and that process's memory.
+
+    Linux alone tells it.
+    """
     code = (
-        "import sys; sys.path[:0] = sys.argv[4:]; import sparse_tables as s; "
-        "s.few_steps(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]); "
+        f"import json, sys; sys.path[:0] = sys.argv[1:]; import sparse_tables as s; "
+        f"print('result', json.dumps(s.{function}(*{arguments!r}))); "
         "print(open('/proc/self/status').read())"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(rows), str(columns), name]
+    command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run([*command, *sys.path], capture_output=True, text=True, check=True)
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", done.stdout)[1])
+    result = json.loads(re.search(r"^result (.*)$", done.stdout, re.M)[1]) or {}
+    return {**result, "peak bytes": 1024 * int(re.search(r"VmHWM:\s*(\d+)", done.stdout)[1])}
 
 
 def few_steps(rows: int, columns: int, name: str) -> None:
@@ -113,6 +122,40 @@ def few_steps(rows: int, columns: int, name: str) -> None:
     for step in range(3):
         table.grad = gradient(rows, columns, step, coalesced=False)
         optimizer.step()
+
+
+UNTIED = (128_256, 1024)
+INPUT_TABLES: dict[str, tuple[bool, Callable[[list[Tensor]], torch.optim.Optimizer]]] = {
+    "AdamW, fused": (False, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)),
+    "LEAN, dense gradient": (False, OPTIMIZERS["LEAN"]),
+    "LEAN, sparse gradient": (True, OPTIMIZERS["LEAN"]),
+}
+"""The input table of an untied model: whether its gradient is sparse, and its optimizer."""
+
+
+def untied(name: str) -> dict[str, Any]:
+    """Milliseconds of lookups, their backward pass and a step, with the table of a large model."""
+    sparse, optimizer_of = INPUT_TABLES[name]
+    table = nn.Embedding(*UNTIED, sparse=sparse, _weight=torch.full(UNTIED, 0.01))
+    optimizer = optimizer_of([table.weight])
+    milliseconds = []
+    for step in range(23):
+        rows = gradient(UNTIED[0], 1, step, coalesced=False)._indices()[0]
+        began = time.perf_counter()
+        table(rows).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 3:
+            milliseconds.append(1000 * (time.perf_counter() - began))
+    return {"ms": statistics.median(milliseconds)}
+
+
+def untied_markdown(results: dict[str, Any]) -> str:
+    """The rows of the second table on docs/tables.md."""
+    return "".join(
+        f"| {name} | {case['ms']:,.0f} | {case['peak bytes'] / 1e9:.1f} |\n"
+        for name, case in results["untied"].items()
+    )
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -141,8 +184,10 @@ def main() -> None:
         case["peak bytes"] = {name: peak_memory(rows, columns, name) for name in names}
         results["cases"].append(case)
         print(json.dumps(case), flush=True)
+    results["untied"] = {name: alone("untied", name) for name in INPUT_TABLES}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(markdown(results))
+    print(untied_markdown(results))
 
 
 if __name__ == "__main__":

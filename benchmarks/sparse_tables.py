@@ -5,12 +5,14 @@
 Each gradient has 8,192 lookups that follow Zipf's law, so many of them are of the same rows. The
 optimizers of a case take their steps in turn in one process, each with a table of its own, and with
 the same gradients: first as the backward pass leaves them, then with equal rows already added up.
-The largest table is LEAN's alone, as two would not fit into the memory.
+The largest table is LEAN's alone, as two would not fit into the memory; with pages of 2 MB, too, as
+torch asks for them if THP_MEM_ALLOC_ENABLE=1.
 """
 
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -34,12 +36,15 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SparseAdam": lambda params: torch.optim.SparseAdam(params, lr=1e-3),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3),
 }
-CASES: dict[tuple[int, int], tuple[str, ...]] = {
-    (10**6, 512): tuple(OPTIMIZERS),
-    (10**7, 64): tuple(OPTIMIZERS),
-    (10**6, 32): ("LEAN",),
-    (10**8, 32): ("LEAN",),
-}
+CASES: list[tuple[int, int, tuple[str, ...], bool]] = [
+    (10**6, 512, tuple(OPTIMIZERS), False),
+    (10**7, 64, tuple(OPTIMIZERS), False),
+    (10**6, 32, ("LEAN",), False),
+    (10**8, 32, ("LEAN",), False),
+    (10**6, 32, ("LEAN",), True),
+    (10**8, 32, ("LEAN",), True),
+]
+"""Rows, columns, optimizers, and whether pages are large."""
 
 
 def gradient(rows: int, columns: int, seed: int, *, coalesced: bool) -> Tensor:
@@ -94,12 +99,7 @@ def copied() -> float:
     return 2 * source.nbytes / statistics.median(seconds) / 1e9
 
 
-def peak_memory(rows: int, columns: int, name: str) -> int:
-    """Bytes of a process at most, after a few steps."""
-    return alone("few_steps", rows, columns, name)["peak bytes"]
-
-
-def alone(function: str, *arguments: Any) -> dict[str, Any]:
+def alone(function: str, *arguments: Any, large_pages: bool = False) -> dict[str, Any]:
     """What a function of this module returns in a process of its own, and that process's memory.
 
     Linux alone tells it.
@@ -110,13 +110,16 @@ def alone(function: str, *arguments: Any) -> dict[str, Any]:
         "print(open('/proc/self/status').read())"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run([*command, *sys.path], capture_output=True, text=True, check=True)
+    pages = {"THP_MEM_ALLOC_ENABLE": str(int(large_pages))}
+    done = subprocess.run(
+        [*command, *sys.path], env=os.environ | pages, capture_output=True, text=True, check=True
+    )
     result = json.loads(re.search(r"^result (.*)$", done.stdout, re.M)[1]) or {}
     return {**result, "peak bytes": 1024 * int(re.search(r"VmHWM:\s*(\d+)", done.stdout)[1])}
 
 
 def few_steps(rows: int, columns: int, name: str) -> None:
-    """What a process of :func:`peak_memory` does."""
+    """What a process does of which the memory is wanted."""
     table = nn.Parameter(torch.full((rows, columns), 0.01))
     optimizer = OPTIMIZERS[name]([table])
     for step in range(3):
@@ -163,7 +166,8 @@ def markdown(results: dict[str, Any]) -> str:
     rows = []
     for case in results["cases"]:
         for name in case["as it is"]:
-            cells = [f"{case['rows']:,} x {case['columns']}", name]
+            pages = ", large pages" if case["large pages"] else ""
+            cells = [f"{case['rows']:,} x {case['columns']}{pages}", name]
             cells += [f"{case[kind][name]['ms']:.2f}" for kind in ("as it is", "coalesced")]
             cells += [f"{case['bytes of state'][name] / 1e9:.3f}"]
             cells += [f"{case['peak bytes'][name] / 1e9:.1f}"]
@@ -179,9 +183,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     results: dict[str, Any] = {"machine": describe_machine("cpu").to_dict(), "cases": []}
-    for (rows, columns), names in CASES.items():
-        case = measure(rows, columns, names)
-        case["peak bytes"] = {name: peak_memory(rows, columns, name) for name in names}
+    for rows, columns, names, large_pages in CASES:
+        case = alone("measure", rows, columns, names, large_pages=large_pages)
+        case["large pages"] = large_pages
+        case["peak bytes"] = {
+            name: alone("few_steps", rows, columns, name, large_pages=large_pages)["peak bytes"]
+            for name in names
+        }
         results["cases"].append(case)
         print(json.dumps(case), flush=True)
     results["untied"] = {name: alone("untied", name) for name in INPUT_TABLES}

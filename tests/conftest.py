@@ -24,6 +24,14 @@ for profile, examples in (("quick", 100), ("wide", 1000)):
 settings.load_profile("quick")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fill",
+        action="store_true",
+        help="write the study's numbers into the sentences of the pages that have others",
+    )
+
+
 def pytest_collection_modifyitems(items):
     """What takes minutes begins first: at the end all but one process would wait for it."""
 

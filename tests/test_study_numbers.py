@@ -1,7 +1,9 @@
 """The study's numbers, recomputed from its results.
 
 Which runs a row of a table is of is the study's data. Means, deviations, tests and orders are
-computed here again, and so is what the pages say of them.
+computed here again, and so is what the pages say of them. When there are more results,
+``python -m study.tables`` writes the tables, and ``pytest -n 0 --fill`` of this file the numbers
+of the sentences; what fails then is an order, or a number of seeds, that no longer holds.
 """
 
 import functools
@@ -133,13 +135,41 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
 
 
+@pytest.fixture(autouse=True)
+def _fill(request):
+    said.fills = request.config.getoption("fill")
+
+
 def said(sentence, *expected, page=COMPARISONS):
-    """Assert that a page has a sentence with these numbers at each #; ... is any text."""
-    pattern = re.escape(sentence).replace(r"\#", r"([-+]?\d+(?:\.\d+)?)")
-    match = re.search(pattern.replace(r"\.\.\.", ".*?"), words(page))
+    """Assert that a page has a sentence with these numbers at each #; ... is any text.
+
+    With --fill they are written there, with as many digits and signs as it has.
+    """
+    pattern = re.escape(sentence).replace(r"\#", r"([-+]?\d+(?:\.\d+)?)").replace(r"\ ", r"\s+")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    match = re.search(pattern.replace(r"\.\.\.", ".*?"), text, re.S)
     assert match, f"{page} does not say: {sentence}"
-    for text, value in zip(match.groups(), expected, strict=True):
-        shows(text, value)
+    assert len(match.groups()) == len(expected)
+    if said.fills:
+        filled = text
+        for i, value in reversed([*enumerate(expected, 1)]):
+            sign, digits = "+" * match[i].startswith("+"), len(match[i].partition(".")[2])
+            filled = f"{filled[: match.start(i)]}{value:{sign}.{digits}f}{filled[match.end(i) :]}"
+        (ROOT / page).write_text(filled, encoding="utf-8")
+        return
+    for shown, value in zip(match.groups(), expected, strict=True):
+        shows(shown, value)
+
+
+def test_filling(tmp_path, monkeypatch):
+    """With --fill a sentence gets the numbers, and keeps its lines and digits."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("It is -0.50 lower,\nand +1 or 2.5 % at most.\n")
+    with pytest.raises(AssertionError):
+        said("It is # lower, and #", 0.123, 7, page="page.md")
+    monkeypatch.setattr(said, "fills", True)
+    said("It is # lower, and # ... # %", 0.123, 7.4, 12.34, page="page.md")
+    assert (tmp_path / "page.md").read_text() == "It is 0.12 lower,\nand +7 or 12.3 % at most.\n"
 
 
 # --- tables ---

@@ -164,8 +164,9 @@ FINALISTS: tuple[Setting, ...] = (
     ("adamw", (0.0, 0.999), 1),
     ("adamw", (0.0, 0.999), 2),
     *(("a=0.75", (0.0, 0.99), n) for n in (1, 2, 3)),
+    ("coupled", (0.9, 0.95), 0),
 )
-"""After 20M tokens: AdamW as usual, with torch's beta2 and without momentum, and LEAN."""
+"""After 20M tokens: AdamW as usual, with torch's beta2 and without momentum, LEAN, Coupled Adam."""
 
 WITH_AND_WITHOUT_MOMENTUM = (
     ("adamw", (0.0, 0.999)),

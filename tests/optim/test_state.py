@@ -208,24 +208,6 @@ def test_coupled_adam_from_lean():
     take_steps(coupled, [4])
 
 
-def test_lean_that_began_with_two_gradients_is_refused():
-    """Its averages have one gradient more than steps; only the name of r tells."""
-    p = matrix()
-    optimizer = optimizer_of([p], **CASES["LEAN"])
-    take_steps(optimizer, range(2))
-    checkpoint, before = through_disk(optimizer.state_dict()), dict(optimizer.state[p])
-    old = checkpoint["state"][0]
-    old["exp_avg_sq_row"] = old.pop("row_exp_avg_sq")
-    message = r"parameter 0 \[.*\] of its group: its exp_avg_sq_row is .*the first gradient twice"
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(checkpoint)
-    assert optimizer.state[p] == before
-    # As does the optimizer itself, unpickled.
-    optimizer.state[p] = old
-    with pytest.raises(RuntimeError, match="load_state_dict"):
-        take_steps(optimizer, [2])
-
-
 PLAIN = {"coupled": True, "betas": (0.9, 0.99), "amsgrad": False, "row_exponent": 0.0}
 PLAIN |= {"zero_sum": False}
 OF_OTHER_OPTIONS = {

@@ -238,11 +238,6 @@ def _row_steps(group: Group, p: Tensor, state: State) -> State:
 
 def _check_entries(state: State, p: Tensor) -> None:
     """Raise ValueError if a loaded state is damaged, whatever its options are."""
-    if "exp_avg_sq_row" in state:
-        raise ValueError(
-            "its exp_avg_sq_row is that of a LEAN that counted the first gradient twice. Load the "
-            "model's weights alone, and begin with a new optimizer"
-        )
     if "step" in state and not _is_count(state["step"]):
         raise ValueError(f"its step is {state['step']!r}, and must be a number from 0 on")
     for name in sorted(state.keys() & MOMENTS):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from coupled_adam.cli import COMMANDS, load_command
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import checked, meanings, sections
 
@@ -23,22 +24,47 @@ arm of each; --arms.*.lr is that option of all arms. coupled-adam recipes demo e
 """
 
 
+_ELSEWHERE = {
+    "config": "recipe",
+    "epochs": "training.tokens",
+    "num-train-epochs": "training.tokens",
+    "max-new-tokens": "tokens",
+    "max-length": "tokens",
+    "optimizer": "arms.NAME",
+    "optim": "arms.NAME",
+}
+"""Options by the names that other programs have for them."""
+
+
 class Parser(argparse.ArgumentParser):
     """Raises its errors instead of printing the usage and leaving."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError, with the option that was meant in place of an unknown one."""
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        hint = self._meant(unknown[1]) if unknown else ""
-        raise UsageError(f"{message}; did you mean {hint}?" if hint else message)
+        """Raise a UsageError that says what to type instead."""
+        unknown = re.match(r"unrecognized arguments: (.+)", message)
+        if unknown:
+            hint = self._meant(unknown[1].split())
+            hint = f"did you mean {hint}?" if hint else f"see {self.prog} --help"
+            raise UsageError(f"{message}; {hint}")
+        missing = re.fullmatch(r"the following arguments are required: ([A-Z]+)", message)
+        if missing:
+            message += f". It comes first: {self.prog} {missing[1]} ..."
+        raise UsageError(message)
 
-    def _meant(self, word: str) -> str:
-        """An option that is near to an unknown word, or a key of the recipe; empty if none is."""
-        name, _, value = word.partition("=")
-        if value and not word.startswith("-"):
-            return f"--{name} {value}"
+    def _meant(self, words: Sequence[str]) -> str:
+        """What is likely to have been meant by words that are unknown; empty if nothing is."""
+        typed, _, value = words[0].partition("=")
+        name = typed.lstrip("-")
         # Without the dashes, which make short names alike that are not.
         names = [option.lstrip("-") for option in self._option_string_actions]
+        if "recipe" in names:
+            from coupled_adam.lab.recipe import recipe_names
+
+            recipes = [w for w in words if w in recipe_names() or w.endswith((".yaml", ".yml"))]
+            if recipes:
+                return f"--recipe {recipes[0]}"
+        if value and not typed.startswith("-"):
+            return f"--{typed} {value}"
         if self.epilog == _KEYS:
             from coupled_adam.lab.recipe import Recipe
 
@@ -47,11 +73,17 @@ class Parser(argparse.ArgumentParser):
                 for section, cls in sections(Recipe).items()
                 for field in dataclasses.fields(cls)
             ]
-            names += [key for key in keys if key not in names]
-            exact = [key for key in keys if key.partition(".")[2] == name.lstrip("-")]
+            names += [*(key for key in keys if key not in names), "arms.NAME"]
+            exact = [key for key in keys if key.partition(".")[2] == name]
             if exact:
                 return f"--{exact[0]}"
-        near = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=0.65)
+        if (known := _ELSEWHERE.get(name.replace("_", "-"))) in names:
+            is_arm = known == "arms.NAME"
+            return f"--{known}" + f" '{{optimizer: {value or words[-1]}}}'" * is_arm
+        for command in COMMANDS if typed.startswith("--") else ():
+            if name.replace("-", "_") in meanings(load_command(command).Options):
+                return f"coupled-adam {command} ... --{name}"
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
         return f"--{near[0]}" if near else ""
 
 

@@ -333,7 +333,8 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             optimizer = values.get("optimizer")
             require(
                 str(optimizer) in ARMS,
-                f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}",
+                f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}; "
+                f"rules are arms as {{optimizer: table_rule, rule: {optimizer}}}",
             )
             with prefixed_usage_error(f"arms.{name}: ", UsageError):
                 arms[arm] = checked(ARMS[str(optimizer)], values)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import core  # by its own name, as the interpreter looks for it
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
@@ -561,7 +562,7 @@ def _place(row, row_stride, column, column_stride):
 @triton.jit
 def _number(value):
     """A number that is passed, or read where it lies on the device."""
-    value = tl.core.to_tensor(value)
+    value = core.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
 
 

@@ -277,7 +277,7 @@ def lean() -> Figure:
     colors = (ORANGE, "#cc79a7", BLUE, GREEN, "0.4")
     for y, (row, color) in enumerate(zip(RECOMMENDED, colors)):
         size = sizes[row.state]
-        for ax, measure in zip(panels, ("test_loss", "mean_norm_ratio")):
+        for ax, measure in zip(panels, ("test_documents", "mean_norm_ratio")):
             seeds = values(row.line, measure)
             ax.scatter(seeds, [y] * len(seeds), color=color, s=14, alpha=0.5)
             ax.scatter([np.mean(seeds)], [y], color=color, s=70, marker="|", linewidth=2)

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,23 @@ def train_and_evaluate(
 
 def machine() -> dict[str, Any]:
     """What is recorded of software and hardware; the command line would name folders."""
-    return {key: value for key, value in environment().items() if key != "command"}
+    recorded = {key: value for key, value in environment().items() if key != "command"}
+    # The runs before this one may have changed results of this checkout, which are no code.
+    if (commit := recorded["git_commit"]) and commit.endswith("-dirty"):
+        others = [
+            "git",
+            "-C",
+            str(HERE),
+            "diff",
+            "--quiet",
+            "HEAD",
+            "--",
+            ":/",
+            ":(exclude)results",
+        ]
+        if subprocess.run(others).returncode == 0:
+            recorded["git_commit"] = commit.removesuffix("-dirty")
+    return recorded
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:

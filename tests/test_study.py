@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import json
 import operator
+import subprocess
 
 import numpy as np
 import pytest
 import torch
-from study import experts, figures, masked_lm, rows, tables
+from study import experts, figures, masked_lm, rows, run, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
 from study.evaluation import second_moment_fit
@@ -309,6 +310,22 @@ def test_pictures_show_the_results(draw):
     figure = draw()
     assert all(ax.has_data() for ax in figure.axes)
     assert (figures.IMAGES / f"{draw.__name__}.png").exists()
+
+
+def test_results_that_a_run_writes_are_no_change_of_the_code(tmp_path, monkeypatch):
+    (tmp_path / "study/results").mkdir(parents=True)
+    result, code = tmp_path / "study/results/a.json", tmp_path / "code.py"
+    for path in (result, code):
+        path.write_text("1")
+    identity = ["-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    monkeypatch.setattr(run, "HERE", tmp_path / "study")
+    monkeypatch.setattr(run, "environment", lambda: {"command": [], "git_commit": "1f-dirty"})
+    result.write_text("2")
+    assert run.machine() == {"git_commit": "1f"}
+    code.write_text("2")
+    assert run.machine() == {"git_commit": "1f-dirty"}
 
 
 def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):

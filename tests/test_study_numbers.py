@@ -165,6 +165,7 @@ def test_filling(tmp_path, monkeypatch):
     """With --fill a sentence gets the numbers, and keeps its lines and digits."""
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "page.md").write_text("It is -0.50 lower,\nand +1 or 2.5 % at most.\n")
+    monkeypatch.setattr(said, "fills", False)
     with pytest.raises(AssertionError):
         said("It is # lower, and #", 0.123, 7, page="page.md")
     monkeypatch.setattr(said, "fills", True)
@@ -250,7 +251,7 @@ def test_readme():
         if list(result["case"].values()) == [128256, 4096, "float32", 0, False]
     }
     columns = {
-        "test loss of 0.37M parameters after 9,768 steps ↓": "test",
+        "test loss of 0.37M parameters after 9,768 steps ↓": "documents",
         "norm of the mean embedding, relative to the mean norm ↓": "mean",
     }
     for line, row in zip(lines, tables.RECOMMENDED, strict=True):

@@ -114,18 +114,9 @@ def machine() -> dict[str, Any]:
     recorded = {key: value for key, value in environment().items() if key != "command"}
     # The runs before this one may have changed results of this checkout, which are no code.
     if (commit := recorded["git_commit"]) and commit.endswith("-dirty"):
-        others = [
-            "git",
-            "-C",
-            str(HERE),
-            "diff",
-            "--quiet",
-            "HEAD",
-            "--",
-            ":/",
-            ":(exclude)results",
-        ]
-        if subprocess.run(others).returncode == 0:
+        code = (":/", ":(exclude)results")
+        changed = ("git", "-C", str(HERE), "diff", "--quiet", "HEAD", "--", *code)
+        if not subprocess.run(changed).returncode:
             recorded["git_commit"] = commit.removesuffix("-dirty")
     return recorded
 

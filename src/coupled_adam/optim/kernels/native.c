@@ -57,6 +57,7 @@ typedef struct {
      * which each of them had its last gradient; NULL if grad has all rows. */
     const int64_t *touched;
     int32_t *row_step;
+    int64_t *row_count; /* how many rows of the table move, to which lean adds those that begin to */
     int32_t step;
     double log_beta2;
 } Update;
@@ -287,6 +288,8 @@ int coupled_adam_add_duplicates(Duplicates *d) {
 /* Update r, the first moment and the parameter; write sums; with finish also update nu and mean_update. */
 int coupled_adam_lean(Update *u) {
     if (sum(passes(u)->lean, u, 2 * u->columns + 1)) return 1;
+    double *count = u->sums + 2 * u->columns;
+    if (u->row_count != NULL) *count = (double)(*u->row_count += (int64_t)*count);
     if (u->finish) passes(u)->finish(u);
     return 0;
 }

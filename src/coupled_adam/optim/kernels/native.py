@@ -44,7 +44,7 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
         *((name, ctypes.c_double) for name in ("log_limit", "largest_step")),
         ("finish", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("touched", "row_step")),
+        *((name, ctypes.c_void_p) for name in ("touched", "row_step", "row_count")),
         ("step", ctypes.c_int32),
         ("log_beta2", ctypes.c_double),
     ]
@@ -144,9 +144,12 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.log_limit = reference.LOG_LIMIT
         # row_share has another factor than the mean of the squares
         record.largest_step = reference.LARGEST_STEP * (1 - beta2) ** 0.5
-        record.finish = not matrix.row_ranks and matrix.touched is None
-        if matrix.touched is not None and matrix.row_step is not None:
+        record.finish = not matrix.row_ranks
+        if matrix.touched is not None:
+            assert matrix.row_step is not None
+            assert matrix.row_count is not None
             record.touched, record.row_step = matrix.touched.data_ptr(), matrix.row_step.data_ptr()
+            record.row_count = matrix.row_count.data_ptr()
             record.step, record.log_beta2 = int(t), math.log(beta2) if beta2 else -math.inf
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()

@@ -64,12 +64,40 @@ class RowWiseAdagrad(Optimizer):
 
 def lean(params: list[Tensor], lr: float) -> CoupledAdamW:
     """What ``embeddings="lean"`` gives a table with sparse gradients."""
-    options = {**LEAN, "lr_factor": 1.0, "zero_sum": False, "coupled": True, "weight_decay": 0.0}
-    return CoupledAdamW([{"params": params, **options}], lr)
+    return CoupledAdamW([{"params": params, **LOOKED_UP}], lr)
+
+
+LOOKED_UP = {**LEAN, "lr_factor": 1.0, "zero_sum": False, "coupled": True, "weight_decay": 0.0}
+
+
+class SplitLean(CoupledAdamW):
+    """LEAN of a table whose rows four ranks have: each part is a table, with a nu of its own."""
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        (self.table,) = params
+        # Parameters that share the table's memory
+        self.parts = [nn.Parameter(rows) for rows in self.table.detach().chunk(4)]
+        super().__init__([{"params": self.parts, **LOOKED_UP}], lr)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Give each part the rows of the gradient that are its own, and update all."""
+        assert self.table.grad is not None
+        grad = self.table.grad.coalesce()
+        (rows,), values = grad.indices(), grad.values()
+        for number, part in enumerate(self.parts):
+            own = rows // len(part) == number
+            indices = rows[own][None] - number * len(part)
+            part.grad = torch.sparse_coo_tensor(
+                indices, values[own], part.shape, check_invariants=True
+            )
+        self.table.grad = None
+        super().step()
 
 
 OPTIMIZERS: dict[str, Callable[[list[Tensor], float], Optimizer]] = {
     "lean": lean,
+    "split lean": SplitLean,
     "sparse adam 0.9 0.999": SparseAdam,
     "sparse adam 0 0.999": functools.partial(SparseAdam, betas=(0.0, 0.999)),
     "adagrad": Adagrad,
@@ -133,7 +161,7 @@ def train(recipe: Recipe, corpus: Corpus, arm: str, rate: float, seed: int) -> d
             schedule.step()
     trained: dict[str, Any] = {"model": model}
     if arm != NO_TABLE:
-        state = optimizers[-1].state[table].values()
+        state = [x for of_part in optimizers[-1].state.values() for x in of_part.values()]
         trained |= {
             "step_ms": 1000 * statistics.median(seconds[1::2]),
             "state_bytes": sum(x.nbytes for x in state if torch.is_tensor(x) and x.dim()),

@@ -56,6 +56,26 @@ def test_row_wise_adagrad():
         torch.testing.assert_close(table.weight.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_table_that_four_ranks_have():
+    """Each quarter of the rows moves as a table of its own."""
+    table = nn.Embedding(12, 4, sparse=True)
+    quarters = [nn.Embedding(3, 4, sparse=True) for _ in range(4)]
+    optimizers = [hashed_bigrams.SplitLean([table.weight], lr=0.1)]
+    for quarter, rows in zip(quarters, table.weight.detach().chunk(4)):
+        quarter.weight.data.copy_(rows)
+        optimizers.append(hashed_bigrams.lean([quarter.weight], lr=0.1))
+    for step in range(5):
+        ids = torch.randint(12, (9,), generator=torch.Generator().manual_seed(step))
+        (table(ids) * (1 + ids[:, None])).square().sum().backward()
+        for number, quarter in enumerate(quarters):
+            own = ids[ids // 3 == number]
+            (quarter(own - 3 * number) * (1 + own[:, None])).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(table.weight, torch.cat([quarter.weight for quarter in quarters]))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes it warn
 @pytest.mark.parametrize("arm", OPTIMIZERS)
 def test_a_table_that_hardly_moves_changes_nothing(recipe, corpus, arm):

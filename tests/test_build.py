@@ -203,16 +203,31 @@ def test_links(hooks):
     )
 
 
+def without_code(page):
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Those of its headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
 def test_pages():
     """What the pages link to exists, and the site has all of them; `make docs` checks the rest."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("study/*.md")]
-    links = 0
+    links = places = 0
     for page in pages:
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text):
-            assert (page.parent / target).exists(), f"{page} links to {target}"
+        for target in re.findall(r"\]\((?!\w+:)([^)\s]+)", without_code(page)):
+            file, _, anchor = target.partition("#")
+            aim = page.parent / file if file else page
+            assert aim.exists(), f"{page} links to {target}"
+            if anchor and aim.suffix == ".md":
+                assert anchor in anchors(aim), f"{page} links to {target}"
+                places += 1
             links += 1
-    assert links > 100
+    assert min(links, places) > 100
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in ROOT.glob("docs/*.md"):
         assert re.search(rf" {page.name}$", navigation, flags=re.MULTILINE), page.name

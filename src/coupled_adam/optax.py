@@ -200,16 +200,16 @@ def scale_by_coupled_adam(
                 now = optax.tree.bias_correction(updates, b1, count)
                 mu_hat = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, now)
             mu = optax.tree.cast_like(mu, state.mu)
-        means = [tree for tree in state[2:] if tree is not None]  # nu, nu_row, mean_update
+        averages = {name: getattr(state, name) for name in ("nu", "nu_row", "mean_update")}
+        kept = {name: tree for name, tree in averages.items() if tree is not None}
         step = functools.partial(lean if is_lean else coupled, count, lr)
-        results = jax.tree.map(step, updates, mu_hat, *means)  # a tuple for each matrix
-        # From a tree of tuples to a tuple of trees, with None for what this variant does not keep.
-        updates, *means = (
+        results = jax.tree.map(step, updates, mu_hat, *kept.values())  # a tuple for each matrix
+        # From a tree of tuples to a tuple of trees
+        updates, *new = (
             jax.tree.map(lambda _, result, i=i: result[i], updates, results)
-            for i in range(1 + len(means))
+            for i in range(1 + len(kept))
         )
-        means += [None] * (3 - len(means))
-        return updates, ScaleByCoupledAdamState(count, mu, *means)
+        return updates, state._replace(count=count, mu=mu, **dict(zip(kept, new)))
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -870,6 +870,7 @@ def test_the_screening():
         "a = 0.5": "lean2 0 0.999 a=0.5",
         "embeddings decay by 0.02": "lean2 0 0.999 decay=0.02",
         "β₂ = 0.99": "lean2 0 0.99",
+        "columns weighted by the rows": "weighted 0 0.999",
     }
     cells = {row[0]: row[1:] for row in lines}
     for label, name in names.items():
@@ -890,9 +891,11 @@ def test_the_screening():
         float(cells[f"AdamW, 0, 0.999{name}"][4]) for name in (", embeddings decay by 0.02", "")
     )
     assert with_decay < without - 0.004
-    exponent = [float(cell) for cell in cells["a = 0.5"][:4]]
-    assert max(exponent[:3]) < 0
-    assert exponent[3] > 1
+    for label in ("a = 0.5", "columns weighted by the rows"):
+        changes = [float(cell) for cell in cells[label][:4]]
+        assert max(changes[:3]) < 0
+        assert changes[3] > 0.3
+    assert float(cells["β₂ = 0.99"][4]) < 0
 
 
 def test_wider():

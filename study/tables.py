@@ -632,12 +632,13 @@ def _tables_beside_muon() -> Table:
     chosen = {}
     for arm in BESIDE_MUON.values():
         tried = [n for n in results("muon_tables") if n.startswith(f"{arm} f=")]
-        chosen[arm] = min(tried, key=lambda name: _first(name)["valid_loss"])
+        chosen[arm] = _chosen("muon_tables", tried)
     for factor in sorted({int(name.partition("f=")[2]) for name in results("muon_tables")}):
         cells: list[str | Cell] = [f"validation, f = {factor}"]
         for arm in BESIDE_MUON.values():
             name = f"{arm} f={factor}"
-            loss = f"{_first(name)['valid_loss']:.3f}" if name in results("muon_tables") else ""
+            is_tried = name in results("muon_tables")
+            loss = f"{_first('muon_tables', name)['valid_loss']:.3f}" if is_tried else ""
             cells.append(Cell(loss, bold=name == chosen[arm]))
         lines.append(cells)
     by_arm = [Line("", "muon_tables", name) for name in chosen.values()]
@@ -647,10 +648,22 @@ def _tables_beside_muon() -> Table:
     return Table(["", *BESIDE_MUON], lines, left=(0,))
 
 
-def _first(name: str) -> dict[str, Any]:
+def _first(question: str, name: str) -> dict[str, Any]:
     """The run of the first seed, with which rates were chosen."""
-    run: dict[str, Any] = next(iter(results("muon_tables")[name]["seeds"].values()))
+    run: dict[str, Any] = next(iter(results(question)[name]["seeds"].values()))
     return run
+
+
+def _chosen(question: str, names: Iterable[str]) -> str:
+    """The name with the lowest validation loss of the first seed; on documents, if need be."""
+
+    def loss(name: str) -> float:
+        run = _first(question, name)
+        return float(
+            run["valid_loss"] if "valid_loss" in run else run["documents"]["valid"]["loss"]
+        )
+
+    return min(names, key=loss)
 
 
 HASHED_BIGRAMS = {
@@ -672,22 +685,19 @@ def _hashed_bigrams() -> Table:
     for label, arm in HASHED_BIGRAMS.items():
         state, cells = "", []
         for steps in (600, 2400):
-            tried = {
-                name: seeds["seeds"]["31"]
-                for name, seeds in results("hashed_bigrams").items()
-                if re.fullmatch(rf"{steps} steps {re.escape(arm)}( [\d.]+)?", name)
-            }
+            named = re.compile(rf"{steps} steps {re.escape(arm)}( [\d.]+)?")
+            tried = [name for name in results("hashed_bigrams") if named.fullmatch(name)]
             if not tried:
                 cells += ["", "", ""]
                 continue
-            best = min(tried, key=lambda name: tried[name]["documents"]["valid"]["loss"])
+            best = _chosen("hashed_bigrams", tried)
             if arm != "no table":
-                state = f"{tried[best]['state_bytes'] / 1e6:,.0f}"
+                state = f"{_first('hashed_bigrams', best)['state_bytes'] / 1e6:,.0f}"
             losses = [
                 run["documents"]["test"]["loss"]
                 for run in results("hashed_bigrams")[best]["seeds"].values()
             ]
-            cells += [_rate(best, [*tried]), shorthand(losses), str(len(losses))]
+            cells += [_rate(best, tried), shorthand(losses), str(len(losses))]
         lines.append([label, state, *cells])
     after = ("rate", "loss after {} steps ↓", "seeds")
     columns = [text.format(steps) for steps in ("600", "2,400") for text in after]

@@ -892,6 +892,12 @@ def test_the_screening():
         float(cells[f"AdamW, 0, 0.999{name}"][4]) for name in (", embeddings decay by 0.02", "")
     )
     assert with_decay < without - 0.004
+    said(
+        "it lowered LEAN's loss by # on average, and that of AdamW at 0, 0.999 by #.",
+        -float(cells["embeddings decay by 0.02"][4]),
+        without - with_decay,
+        page=STUDY,
+    )
     for label in ("a = 0.5", "columns weighted by the rows"):
         changes = [float(cell) for cell in cells[label][:4]]
         assert max(changes[:3]) < 0

@@ -161,16 +161,6 @@ def errors(small_recipe, text_file, tmp_path):
         ("train", "--arm lean --out x --lr 1e-3", "did you mean --training.lr?"),
         ("train", "--arm lean --out x training.lr=1e-3", "did you mean --training.lr 1e-3?"),
         ("compare", "--out x --seeds 1,3", "separate several by spaces: --seeds 1 3"),
-        # What other programs have, or other commands of this one
-        ("compare", "tiny --seeds 3", "did you mean --recipe tiny?"),
-        ("compare", "--config my.yaml", "did you mean --recipe my.yaml?"),
-        ("compare", "--epochs 3", "did you mean --training.tokens?"),
-        ("compare", "--optimizer lean", "did you mean --arms.NAME '{optimizer: lean}'?"),
-        ("compare", "--optimizer=lean", "did you mean --arms.NAME '{optimizer: lean}'?"),
-        ("report", "runs --html p", "did you mean coupled-adam analyze ... --html?"),
-        ("sample", "m --max_new_tokens 9", "did you mean --tokens?"),
-        ("sample", "m --topk 9", "; see coupled-adam sample --help"),
-        ("analyze", "--neighbours a m", "MODEL. It comes first: coupled-adam analyze MODEL ..."),
     ],
 )
 def test_an_error_says_what_to_type_instead(command, words, hint):

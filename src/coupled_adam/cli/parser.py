@@ -80,11 +80,12 @@ class Parser(argparse.ArgumentParser):
         if (known := _ELSEWHERE.get(name.replace("_", "-"))) in names:
             is_arm = known == "arms.NAME"
             return f"--{known}" + f" '{{optimizer: {value or words[-1]}}}'" * is_arm
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
+            return f"--{near[0]}"
         for command in COMMANDS if typed.startswith("--") else ():
             if name.replace("-", "_") in meanings(load_command(command).Options):
                 return f"coupled-adam {command} ... --{name}"
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
-        return f"--{near[0]}" if near else ""
+        return ""
 
 
 def parsed(command: ModuleType, words: Sequence[str]) -> Any:

@@ -248,12 +248,11 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         reason = getattr(error, "strerror", None) or error
         hint = did_you_mean(Path(name).name, recipe_names(), "see coupled-adam recipes")
-        is_path = Path(name).suffix in (".yaml", ".yml") or len(Path(name).parts) > 1
-        raise UsageError(
-            f"{source}: {reason}. This package's recipes have no ending: {hint}"
-            if is_path
-            else f"{source}: {hint} (as a file: {reason})"
-        ) from None
+        if Path(name).suffix in (".yaml", ".yml"):
+            message = f"{source}: {reason}. This package's recipes have no ending: {hint}"
+        else:
+            message = f"{source}: {hint} (as a file: {reason})"
+        raise UsageError(message) from None
     values = read_yaml(text, source)
     require(isinstance(values, dict), f"{source} must consist of keys, such as name: tiny")
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run

@@ -41,13 +41,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError that says what to type instead."""
-        unknown = re.match(r"unrecognized arguments: (.+)", message)
-        if unknown:
+        if unknown := re.match(r"unrecognized arguments: (.+)", message):
             hint = self._meant(unknown[1].split())
             hint = f"did you mean {hint}?" if hint else f"see {self.prog} --help"
             raise UsageError(f"{message}; {hint}")
-        missing = re.fullmatch(r"the following arguments are required: ([A-Z]+)", message)
-        if missing:
+        if missing := re.fullmatch(r"the following arguments are required: ([A-Z]+)", message):
             message += f". It comes first: {self.prog} {missing[1]} ..."
         raise UsageError(message)
 

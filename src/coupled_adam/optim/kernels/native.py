@@ -144,7 +144,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.log_limit = reference.LOG_LIMIT
         # row_share has another factor than the mean of the squares
         record.largest_step = reference.LARGEST_STEP * (1 - beta2) ** 0.5
-        record.finish = not matrix.row_ranks
+        record.finish = matrix.touched is not None or not matrix.row_ranks
         if matrix.touched is not None:
             assert matrix.row_step is not None
             assert matrix.row_count is not None

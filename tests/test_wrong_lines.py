@@ -18,6 +18,8 @@ LINES = {
     # What other programs have, or other commands of this one
     "compare tiny --seeds 3": "unrecognized arguments: tiny; did you mean --recipe tiny?",
     "compare --config my.yaml": "--config my.yaml; did you mean --recipe my.yaml?",
+    "compare --config=my.yaml": "--config=my.yaml; did you mean --recipe my.yaml?",
+    "compare recipe=my.yaml": "recipe=my.yaml; did you mean --recipe my.yaml?",
     "compare --epochs 3": "--epochs 3; did you mean --training.tokens?",
     "compare --optimizer lean": "did you mean --arms.NAME '{optimizer: lean}'?",
     "compare --optimizer=lean": "did you mean --arms.NAME '{optimizer: lean}'?",

@@ -52,20 +52,17 @@ class Parser(argparse.ArgumentParser):
     def _meant(self, words: Sequence[str]) -> str:
         """What is likely to have been meant by words that are unknown; empty if nothing is."""
         typed, _, value = words[0].partition("=")
-        name = typed.lstrip("-")
-        # Without the dashes, which make short names alike that are not.
-        names = [option.lstrip("-") for option in self._option_string_actions]
-        if "recipe" in names:
-            from coupled_adam.lab.recipe import recipe_names
-
-            recipes = [w for w in words if w in recipe_names() or w.endswith((".yaml", ".yml"))]
-            if recipes:
-                return f"--recipe {recipes[0]}"
         if value and not typed.startswith("-"):
             return f"--{typed} {value}"
+        # Without the dashes, which make short names alike that are not.
+        name = typed.lstrip("-")
+        names = [option.lstrip("-") for option in self._option_string_actions]
         if self.epilog == _KEYS:
-            from coupled_adam.lab.recipe import Recipe
+            from coupled_adam.lab.recipe import Recipe, recipe_names
 
+            for word in (value, *words):
+                if word in recipe_names() or word.endswith((".yaml", ".yml")):
+                    return f"--recipe {word}"
             keys = [
                 f"{section}.{field.name}"
                 for section, cls in sections(Recipe).items()

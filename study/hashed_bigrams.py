@@ -62,12 +62,13 @@ class RowWiseAdagrad(Optimizer):
                 table.index_add_(0, rows, step, alpha=-group["lr"])
 
 
-def lean(params: list[Tensor], lr: float) -> CoupledAdamW:
-    """What ``embeddings="lean"`` gives a table with sparse gradients."""
-    return CoupledAdamW([{"params": params, **LOOKED_UP}], lr)
-
-
 LOOKED_UP = {**LEAN, "lr_factor": 1.0, "zero_sum": False, "coupled": True, "weight_decay": 0.0}
+"""What ``embeddings="lean"`` gives a table with sparse gradients, at the rate itself."""
+
+
+def lean(params: list[Tensor], lr: float) -> CoupledAdamW:
+    """LEAN of a table with sparse gradients."""
+    return CoupledAdamW([{"params": params, **LOOKED_UP}], lr)
 
 
 class SplitLean(CoupledAdamW):
@@ -76,8 +77,8 @@ class SplitLean(CoupledAdamW):
     def __init__(self, params: list[Tensor], lr: float) -> None:
         (self.table,) = params
         # Parameters that share the table's memory
-        self.parts = [nn.Parameter(rows) for rows in self.table.detach().chunk(4)]
-        super().__init__([{"params": self.parts, **LOOKED_UP}], lr)
+        parts = [nn.Parameter(rows) for rows in self.table.detach().chunk(4)]
+        super().__init__([{"params": parts, **LOOKED_UP}], lr)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -85,7 +86,7 @@ class SplitLean(CoupledAdamW):
         assert self.table.grad is not None
         grad = self.table.grad.coalesce()
         (rows,), values = grad.indices(), grad.values()
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.param_groups[0]["params"]):
             own = rows // len(part) == number
             indices = rows[own][None] - number * len(part)
             part.grad = torch.sparse_coo_tensor(

@@ -334,7 +334,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             require(
                 str(optimizer) in ARMS,
                 f"arms.{name}.optimizer={optimizer!r} must be one of {', '.join(ARMS)}; "
-                f"rules are arms as {{optimizer: table_rule, rule: {optimizer}}}",
+                f"rules are arms as {{optimizer: table_rule, rule: {optimizer or 'NAME'}}}",
             )
             with prefixed_usage_error(f"arms.{name}: ", UsageError):
                 arms[arm] = checked(ARMS[str(optimizer)], values)

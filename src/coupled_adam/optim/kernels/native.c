@@ -285,7 +285,8 @@ int coupled_adam_add_duplicates(Duplicates *d) {
     return 0;
 }
 
-/* Update r, the first moment and the parameter; write sums; with finish also update nu and mean_update. */
+/* Update r, the first moment and the parameter; write sums, with row_count that count as the last of
+ * them; with finish also update nu and mean_update. */
 int coupled_adam_lean(Update *u) {
     if (sum(passes(u)->lean, u, 2 * u->columns + 1)) return 1;
     double *count = u->sums + 2 * u->columns;

@@ -587,15 +587,21 @@ def _tokens_a_step(overrides: Mapping[str, Any]) -> int:
     return 64 * sequences
 
 
+LEAN2 = {**COUPLED, "beta1": 0.0, "row_exponent": 0.75, "zero_sum": True}
+"""The second edition without its beta2. It compares rows with the geometric mean of the columns'
+second moments; the names of its runs begin with "lean2"."""
+
+WITHOUT_MOMENTUM = {**ADAMW, "beta1": 0.0, "beta2": 0.999}
+DECAY = {"embedding_weight_decay": 0.02}
+
+
 def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
     """What is tried for LEAN's second edition in a setting, at one rate.
 
-    "lean2" compares rows with the geometric mean of the columns' second moments, as the package
-    does since the second edition; "first" is LEAN as it was before.
+    "first" is LEAN as it was before.
     """
     by_tokens = 0.999 ** (_tokens_a_step(overrides) / 2048)
-    lean = {**COUPLED, "beta1": 0.0, "row_exponent": 0.75, "zero_sum": True}
-    adamw = {**ADAMW, "beta1": 0.0, "beta2": 0.999}
+    adamw = WITHOUT_MOMENTUM
     second = {
         "0 0.99": {"beta2": 0.99},
         "0 0.999": {},
@@ -604,15 +610,15 @@ def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
         "0 0.999 a=1": {"row_exponent": 1.0},
         "0 0.999 free": {"zero_sum": False},
         "0 0.999 decay=0.01": {"embedding_weight_decay": 0.01},
-        "0 0.999 decay=0.02": {"embedding_weight_decay": 0.02},
+        "0 0.999 decay=0.02": DECAY,
     }
     arms: dict[str, tuple[dict[str, Any], str]] = {
         "adamw 0 0.999": (adamw, FAST),
-        "adamw 0 0.999 decay=0.02": ({**adamw, "embedding_weight_decay": 0.02}, FAST),
+        "adamw 0 0.999 decay=0.02": ({**adamw, **DECAY}, FAST),
         "first 0 0.99": ({**adamw, "beta2": 0.99}, "table_rules:PLAIN_DELAYED"),
         "weighted 0 0.999": (adamw, "table_rules:WEIGHTED_DELAYED"),
         **{
-            f"lean2 {name}": ({**lean, "beta2": 0.999, **options}, FAST)
+            f"lean2 {name}": ({**LEAN2, "beta2": 0.999, **options}, FAST)
             for name, options in second.items()
         },
     }
@@ -629,6 +635,52 @@ def _screening() -> dict[str, Entry]:
         for setting, overrides in SECOND_SETTINGS.items()
         for name, entry in _second(overrides, rate_rule(overrides["training.steps"])).items()
     }
+
+
+FINAL_SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
+    **{
+        name: (overrides, 2 ** (CHOSEN[name] / 2), 2 ** (CHOSEN[name] / 2))
+        for name, (overrides, _) in SETTINGS.items()
+    },
+    "16k": (SETTINGS["16k"][0], 2**3.5, 2**4),
+    "1k": (RATE_SETTINGS["1k"], 12.5, 12.5),
+    "512": (RATE_SETTINGS["512"], 6.25, 6.25),
+    "constant": (RATE_SETTINGS["constant"], 16.0, 16.0),
+    "2400 steps": (_steps(2400), 2**2, 2**2.5),
+    "9768 steps": (_steps(9768), 2**0.5, 2**1),
+}
+"""What differs, and the factors of LEAN and AdamW: those that the validation loss of the first
+edition, and of AdamW, chose in earlier runs."""
+
+FINALS_OF_ADAMW: dict[str, tuple[str, str]] = {
+    **{
+        setting: ("settings", f"{setting} adamw 0 0.999 n={8 if setting == '16k' else n}")
+        for setting, n in CHOSEN.items()
+    },
+    "2400 steps": ("betas", "adamw 0 0.999 n=5"),
+    "9768 steps": ("betas_longer", "adamw 0 0.999 n=2"),
+}
+"""The question and the name of AdamW's runs at these factors. The other settings have no losses of
+documents from before, so that AdamW runs there again."""
+
+
+def _finals() -> dict[str, Entry]:
+    """The second edition and AdamW without momentum, with and without decay of the embeddings."""
+    lean = {**LEAN2, "beta2": 0.99}
+    entries: dict[str, Entry] = {}
+    for setting, (overrides, lean_factor, adamw_factor) in FINAL_SETTINGS.items():
+        arms = {
+            "lean2 0 0.99": (lean, lean_factor),
+            "lean2 0 0.99 decay=0.02": ({**lean, **DECAY}, lean_factor),
+            "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, adamw_factor),
+        }
+        if setting not in FINALS_OF_ADAMW:
+            arms["adamw 0 0.999"] = (WITHOUT_MOMENTUM, adamw_factor)
+        entries |= {
+            f"{setting} {name}": Entry({**options, "lr_factor": factor}, overrides, FAST)
+            for name, (options, factor) in arms.items()
+        }
+    return entries
 
 
 def _first_page() -> dict[str, Entry]:
@@ -848,6 +900,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "first_page": _first_page(),
     "geometric": _geometric(),
     "screening": _screening(),
+    "finals": _finals(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -857,7 +910,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
-SECOND_EDITION = ("first_page", "geometric", "muon_tables", "screening")
+SECOND_EDITION = ("finals", "first_page", "geometric", "muon_tables", "screening")
 """Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
 ON_A_GPU = ("10M",)
@@ -866,6 +919,7 @@ ON_A_GPU = ("10M",)
 UNFINISHED = (
     "10M",
     "ember_and_free",
+    "finals",
     "first_page",
     "geometric",
     "muon_tables",

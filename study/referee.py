@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from coupled_adam.lab.reporting.statistics import (
 )
 from coupled_adam.rendering.tables import Cell, Table
 
-from .questions import SETTINGS
+from .questions import FINAL_SETTINGS, FINALS_OF_ADAMW, SETTINGS
 from .rows import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
@@ -236,15 +237,17 @@ def settings_table() -> Table:
         p = p_text(None if paired is None else paired.p)
         rows.append([setting.name, *cells, f"{setting.difference:+.3f}", p])
     differences = [setting.difference for setting in compared]
-    test = stats.ttest_1samp(differences, 0)
-    low, high = test.confidence_interval()
-    mean = np.mean(differences)
-    rows.append(
-        ["mean", *[""] * 4, f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", p_text(float(test.pvalue))]
-    )
+    p = p_text(float(stats.ttest_1samp(differences, 0).pvalue))
+    rows.append(["mean", *[""] * 4, mean_of_settings(differences), p])
     arms = ("AdamW, 0, 0.999", "LEAN")
     header = [cell for arm in arms for cell in (f"{arm}: n", "L of test documents ↓")]
     return Table(["setting", *header, "LEAN − AdamW", "p, paired"], rows)
+
+
+def mean_of_settings(differences: Sequence[float]) -> str:
+    """The mean of a number of each setting, with the 95 % interval of Student's t."""
+    low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+    return f"{np.mean(differences):+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 BESIDE_LEAN = (
@@ -268,12 +271,40 @@ def beside_lean_table() -> Table:
             differences[header].append(difference)
             cells.append(f"{difference:+.3f} ({n})")
         rows.append([setting.name, str(setting.factors[1]), *cells])
-    means = []
-    for tried in differences.values():
-        low, high = stats.ttest_1samp(tried, 0).confidence_interval()
-        means.append(f"{np.mean(tried):+.3f} ({low:+.3f} to {high:+.3f})")
-    rows.append(["mean", "", *means])
+    rows.append(["mean", "", *map(mean_of_settings, differences.values())])
     return Table(["setting", "LEAN's n", *differences], rows)
+
+
+FINALS = {
+    "AdamW, decay": "adamw 0 0.999 decay=0.02",
+    "LEAN": "lean2 0 0.99",
+    "LEAN, decay": "lean2 0 0.99 decay=0.02",
+}
+"""The finalists beside AdamW without decay: their headers and their runs."""
+
+
+def finals_table(measure: str) -> Table:
+    """AdamW's loss in each setting, and how far the others are above it with the same seeds."""
+    rows = []
+    above: dict[str, list[float]] = {header: [] for header in FINALS}
+    for setting in FINAL_SETTINGS:
+        question, name = FINALS_OF_ADAMW.get(setting, ("finals", f"{setting} adamw 0 0.999"))
+        adamw = by_seed(Line("", question, name), measure)
+        arms = {
+            header: by_seed(Line("", "finals", f"{setting} {arm}"), measure)
+            for header, arm in FINALS.items()
+        }
+        seeds = sorted(set(adamw).intersection(*arms.values()))
+        if not seeds:
+            continue
+        for header, losses in arms.items():
+            above[header].append(float(np.mean([losses[seed] - adamw[seed] for seed in seeds])))
+        cells = [f"{differences[-1]:+.3f}" for differences in above.values()]
+        rows.append(
+            [setting, shorthand([adamw[seed] for seed in seeds], 3), *cells, str(len(seeds))]
+        )
+    rows.append(["mean", "", *map(mean_of_settings, above.values()), ""])
+    return Table(["setting", "AdamW, 0, 0.999", *FINALS, "seeds"], rows)
 
 
 def with_documents() -> list[Line]:
@@ -287,4 +318,6 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "bands": bands_table,
     "settings": settings_table,
     "beside_lean": beside_lean_table,
+    "finals": partial(finals_table, "test_documents"),
+    "finals_valid": partial(finals_table, "valid_loss"),
 }

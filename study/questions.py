@@ -665,12 +665,13 @@ documents from before, so that AdamW runs there again."""
 
 
 def _finals() -> dict[str, Entry]:
-    """The second edition and AdamW without momentum, with and without decay of the embeddings."""
+    """The second edition as it is, without zero-sum updates, and with decay; AdamW with decay."""
     lean = {**LEAN2, "beta2": 0.99}
     entries: dict[str, Entry] = {}
     for setting, (overrides, lean_factor, adamw_factor) in FINAL_SETTINGS.items():
         arms = {
             "lean2 0 0.99": (lean, lean_factor),
+            "lean2 0 0.99 free": ({**lean, "zero_sum": False}, lean_factor),
             "lean2 0 0.99 decay=0.02": ({**lean, **DECAY}, lean_factor),
             "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, adamw_factor),
         }

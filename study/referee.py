@@ -279,6 +279,7 @@ FINALS = {
     "AdamW, decay": "adamw 0 0.999 decay=0.02",
     "LEAN": "lean2 0 0.99",
     "LEAN, decay": "lean2 0 0.99 decay=0.02",
+    "LEAN, free": "lean2 0 0.99 free",
 }
 """The finalists beside AdamW without decay: their headers and their runs."""
 

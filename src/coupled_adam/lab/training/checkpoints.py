@@ -137,7 +137,7 @@ class Checkpoints(pl.Callback):
 
         on_rank_zero(begin)
         try:
-            trainer.save_checkpoint(unfinished)
+            trainer.save_checkpoint(unfinished, weights_only=False)  # the optimizer's state, too
         except BaseException as error:  # a full disk, or Ctrl-C
             if rank() == 0:
                 remove(unfinished)

@@ -629,12 +629,18 @@ def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
 
 
 def _screening() -> dict[str, Entry]:
-    """All that is tried, at the rate of :func:`rate_rule`."""
-    return {
+    """All that is tried, at the rate of :func:`rate_rule`; and a = 0.5, which failed, below it."""
+    tried = {
         f"{setting} {name}": entry
         for setting, overrides in SECOND_SETTINGS.items()
         for name, entry in _second(overrides, rate_rule(overrides["training.steps"])).items()
     }
+    half = "64k lean2 0 0.999 a=0.5"
+    for multiple in (0.5, 0.25):
+        factor = multiple * tried[half].arm["lr_factor"]
+        slower = {**tried[half].arm, "lr_factor": factor}
+        tried[f"{half} x{multiple:g}"] = dataclasses.replace(tried[half], arm=slower)
+    return tried
 
 
 FINAL_SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {

@@ -291,21 +291,18 @@ def finals_table(measure: str) -> Table:
     for setting in FINAL_SETTINGS:
         question, name = FINALS_OF_ADAMW.get(setting, ("finals", f"{setting} adamw 0 0.999"))
         adamw = by_seed(Line("", question, name), measure)
-        arms = {
-            header: by_seed(Line("", "finals", f"{setting} {arm}"), measure)
-            for header, arm in FINALS.items()
-        }
-        seeds = sorted(set(adamw).intersection(*arms.values()))
-        if not seeds:
-            continue
-        for header, losses in arms.items():
-            above[header].append(float(np.mean([losses[seed] - adamw[seed] for seed in seeds])))
-        cells = [f"{differences[-1]:+.3f}" for differences in above.values()]
-        rows.append(
-            [setting, shorthand([adamw[seed] for seed in seeds], 3), *cells, str(len(seeds))]
-        )
+        cells, pairs = [], []
+        for header, arm in FINALS.items():
+            losses = by_seed(Line("", "finals", f"{setting} {arm}"), measure)
+            pairs.append([losses[seed] - adamw[seed] for seed in losses.keys() & adamw.keys()])
+            if pairs[-1]:
+                above[header].append(float(np.mean(pairs[-1])))
+            cells.append(f"{above[header][-1]:+.3f}" if pairs[-1] else "")
+        numbers = ", ".join(dict.fromkeys(str(len(tried)) for tried in pairs if tried))
+        if numbers:
+            rows.append([setting, shorthand([*adamw.values()], 3), *cells, numbers])
     rows.append(["mean", "", *map(mean_of_settings, above.values()), ""])
-    return Table(["setting", "AdamW, 0, 0.999", *FINALS, "seeds"], rows)
+    return Table(["setting", "AdamW, 0, 0.999", *FINALS, "pairs"], rows)
 
 
 def with_documents() -> list[Line]:

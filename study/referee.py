@@ -275,34 +275,50 @@ def beside_lean_table() -> Table:
     return Table(["setting", "LEAN's n", *differences], rows)
 
 
-FINALS = {
-    "AdamW, decay": "adamw 0 0.999 decay=0.02",
-    "LEAN": "lean2 0 0.99",
-    "LEAN, decay": "lean2 0 0.99 decay=0.02",
-    "LEAN, free": "lean2 0 0.99 free",
-}
-"""The finalists beside AdamW without decay: their headers and their runs."""
+def finalists(setting: str) -> list[Line]:
+    """AdamW, and what is compared with it; Ember has the best of its rates."""
+    names = {
+        "LEAN": "lean2 0 0.99",
+        "LEAN, decay": "lean2 0 0.99 decay=0.02",
+        "LEAN, free": "lean2 0 0.99 free",
+        "AdamW, decay": "adamw 0 0.999 decay=0.02",
+    }
+    adamw = FINALS_OF_ADAMW.get(setting, ("finals", f"{setting} adamw 0 0.999"))
+    ember = {
+        "2400 steps": ("zero_sum", "ember free n=7"),
+        "9768 steps": ("one_pass_longer", "ember free n=2"),
+    }
+    if setting in SETTINGS:
+        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting][1])
+        ember[setting] = (best.question, best.name)
+    return [
+        Line("AdamW, 0, 0.999", *adamw),
+        *(Line(label, "finals", f"{setting} {name}") for label, name in names.items()),
+        Line("Ember", *ember.get(setting, ("finals", ""))),
+    ]
 
 
 def finals_table(measure: str) -> Table:
     """AdamW's loss in each setting, and how far the others are above it with the same seeds."""
     rows = []
-    above: dict[str, list[float]] = {header: [] for header in FINALS}
+    above: dict[str, list[float]] = {}
     for setting in FINAL_SETTINGS:
-        question, name = FINALS_OF_ADAMW.get(setting, ("finals", f"{setting} adamw 0 0.999"))
-        adamw = by_seed(Line("", question, name), measure)
+        baseline, *others = finalists(setting)
+        adamw = by_seed(baseline, measure)
         cells, pairs = [], []
-        for header, arm in FINALS.items():
-            losses = by_seed(Line("", "finals", f"{setting} {arm}"), measure)
+        for line in others:
+            differences = above.setdefault(line.label, [])
+            losses = by_seed(line, measure)
             pairs.append([losses[seed] - adamw[seed] for seed in losses.keys() & adamw.keys()])
             if pairs[-1]:
-                above[header].append(float(np.mean(pairs[-1])))
-            cells.append(f"{above[header][-1]:+.3f}" if pairs[-1] else "")
+                differences.append(float(np.mean(pairs[-1])))
+            cells.append(f"{differences[-1]:+.3f}" if pairs[-1] else "")
         numbers = ", ".join(dict.fromkeys(str(len(tried)) for tried in pairs if tried))
         if numbers:
             rows.append([setting, shorthand([*adamw.values()], 3), *cells, numbers])
-    rows.append(["mean", "", *map(mean_of_settings, above.values()), ""])
-    return Table(["setting", "AdamW, 0, 0.999", *FINALS, "pairs"], rows)
+    means = [f"{mean_of_settings(tried)}, {len(tried)} settings" for tried in above.values()]
+    rows.append(["mean", "", *means, ""])
+    return Table(["setting", baseline.label, *above, "pairs"], rows)
 
 
 def with_documents() -> list[Line]:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from scipy import stats
 from study import referee, tables
+from study.questions import CHOSEN, FINAL_SETTINGS
+from study.referee import finalists
 from study.rows import between
 
 ROOT = Path(__file__).parent.parent
@@ -471,21 +473,125 @@ def test_settings_that_were_written_down_first():
     average, low, high = middle_and_interval([*costs.values()])
     assert numbers(last[5]) == pytest.approx([average, low, high], abs=5.1e-4)
     p_shows(last[6], p_of_pairs([*costs.values()]))
-    eight = (
-        "in eight settings of 0.16M to 1.2M parameters, the loss of `LEAN` on test documents is #"
+    said("by # on average, with a 95 % interval of # to # (p = 0.04)", average, low, high)
+
+
+def above(line, baseline, value):
+    """The mean of the differences with the same seeds; None if there are none."""
+    names = [name for _, name in (line, baseline)]
+    if not all(name in results(q) for (q, _), name in zip((line, baseline), names)):
+        return None
+    pairs = differences(line, baseline, value)
+    return np.mean(pairs) if pairs else None
+
+
+FINAL_TABLES = (("finals", "documents"), ("finals_valid", "valid"))
+
+
+@pytest.mark.parametrize(("table", "value"), FINAL_TABLES)
+def test_the_cells_of_the_finals(table, value):
+    """Each is a mean of differences from AdamW, and the last row has their means."""
+    header, (*lines, last) = rows(table)
+    assert [line[0] for line in lines] == [*FINAL_SETTINGS]
+    for column, label in enumerate(header[2:-1], 2):
+        shown = []
+        for setting, *_ in lines:
+            by_label = {line.label: (line.question, line.name) for line in finalists(setting)}
+            shown.append(above(by_label[label], by_label["AdamW, 0, 0.999"], value))
+        for line, expected in zip(lines, shown):
+            assert (line[column] == "") == (expected is None)
+            if expected is not None:
+                shows(line[column], expected)
+        known = [x for x in shown if x is not None]
+        assert numbers(last[column]) == pytest.approx(middle_and_interval(known), abs=5.1e-4)
+        assert last[column].endswith(f", {len(known)} settings")
+    for line in lines:
+        by_label = {x.label: seeds(x.question, x.name, value) for x in finalists(line[0])[:1]}
+        cell_shows(line[1], [*by_label["AdamW, 0, 0.999"].values()])
+
+
+def test_what_the_finals_decide():
+    """By the rules that were written down first: decay, zero-sum updates, and the goal."""
+
+    def changes(ours, theirs, value="valid"):
+        """By setting, where both have been run."""
+        lines = {s: {x.label: (x.question, x.name) for x in finalists(s)} for s in FINAL_SETTINGS}
+        tried = {s: above(x[ours], x[theirs], value) for s, x in lines.items()}
+        return {setting: change for setting, change in tried.items() if change is not None}
+
+    decay, decay_of_adamw = (
+        changes(f"{name}, decay", baseline)
+        for name, baseline in (("LEAN", "LEAN"), ("AdamW", "AdamW, 0, 0.999"))
     )
-    said(f"After 75 to 1,200 steps, {eight}", average, page=README)
+    for tried in (decay, decay_of_adamw):
+        assert len(tried) == 11
+        assert max(tried.values()) == tried["constant"] > 0.01  # not taken
+    said("It changes that of LEAN by # on average", np.mean([*decay.values()]))
+    said("and that of AdamW by #.", np.mean([*decay_of_adamw.values()]))
+    said(
+        "both gain from it, LEAN # and # and AdamW # and #. At a constant rate, ... both lose: # "
+        "and # in 600 steps",
+        *(-decay[s] for s in ("1k", "512")),
+        *(-decay_of_adamw[s] for s in ("1k", "512")),
+        *(decay["constant"], decay_of_adamw["constant"]),
+    )
+    free = changes("LEAN, free", "LEAN")
+    assert np.mean([*free.values()]) > -0.004  # zero-sum updates stay
+    assert len(free) == 11
+    said(
+        "LEAN's validation loss is different by # on average ..., from # to #.",
+        *(np.mean([*free.values()]), min(free.values()), max(free.values())),
+    )
+    lean = changes("LEAN", "AdamW, 0, 0.999", "documents")
+    assert len(lean) == 13
+    assert max(lean.values()) == lean["512"] > 0.02
+    average, low, high = middle_and_interval([*lean.values()])
+    assert average > 0.005
+    said(
+        "by # on average on the test documents, with a 95 % interval of # to #, and by # at most",
+        *(average, low, high, lean["512"]),
+    )
     said("its loss is # higher on average (# to #)", average, low, high, page=STUDY)
-    said("by # on average, with a 95 % interval of # to #", average, low, high)
-    shapes = [costs[name] for name in ("untied", "rotary", "H=32", "H=128", "V=16384")]
-    for steps, tokens, *expected in (
-        ("75", "65,536", costs["64k"]),
-        ("300", "16,384", costs["16k"]),
-        ("600", "2,048", costs["1.2M"]),
-        ("1,200", "2,048", min(shapes), max(shapes)),
+    said(
+        "on test documents is # higher on average: # after 9,768 steps, and at most #, in small",
+        *(average, lean["9768 steps"], lean["512"]),
+        page=README,
+    )
+    shapes = [lean[name] for name in ("untied", "rotary", "H=32", "H=128", "V=16384")]
+    for start, *expected in (
+        ("75 | 65,536", lean["64k"]),
+        ("300 | 16,384", lean["16k"]),
+        ("600 | 2,048", lean["1.2M"]),
+        ("600, at a constant rate | 2,048", lean["constant"]),
+        ("1,200 | 2,048", min(shapes), max(shapes)),
+        ("2,400 | 1,024", lean["1k"]),
+        ("4,800 | 512", lean["512"]),
+        ("2,400 | 2,048", lean["2400 steps"]),
+        ("9,768 | 2,048", lean["9768 steps"]),
     ):
         cost = " to ".join("#" * len(expected))
-        said(f"| [{steps}](...written-down-first) | {tokens} | {cost} |", *expected, page=PRACTICE)
+        said(f"\n| {start} | {cost} |", *expected, page=PRACTICE)
+    # The first edition with the same seeds, in the eight settings
+    by_edition = [], []
+    for setting in CHOSEN:
+        before, adamw = (
+            seeds("settings", best_run("settings", f"{setting} {arm} n=", seed=4), "documents")
+            for arm in ("lean 0 0.99", "adamw 0 0.999")
+        )
+        second = seeds("finals", f"{setting} lean2 0 0.99", "documents")
+        for tried, losses in zip(by_edition, (before, second)):
+            tried.append(np.mean([losses[seed] - adamw[seed] for seed in second]))
+    assert [*by_edition[1]] == pytest.approx([lean[setting] for setting in CHOSEN])
+    said(
+        "In the eight settings alone it is # higher; the first edition's was # higher with the "
+        "same rates and seeds",
+        *map(np.mean, by_edition[::-1]),
+    )
+    ember = middle_and_interval([*changes("Ember", "LEAN", "documents").values()])
+    assert len(changes("Ember", "LEAN", "documents")) == 10
+    assert ember[1] < 0 < ember[2]  # not separated
+    said("is # above LEAN on average in the ten settings ... interval of # to #.", *ember)
+    said("it is # higher on average (95 % interval # to #). Its authors", *ember, page=README)
 
 
 def test_what_was_compared_with_lean_in_the_same_settings():
@@ -522,7 +628,13 @@ def test_what_was_compared_with_lean_in_the_same_settings():
         "above that of LEAN",
         *(average, low, high, -min(free), max(free)),
     )
-    said("is the same there (#, # to #, one seed", average, low, high, page=STUDY)
+    said(
+        "its loss was the same in eight settings (#, # to #, one seed",
+        average,
+        low,
+        high,
+        page=STUDY,
+    )
     *others, largest, most_tokens = ember
     average, low, high = middle_and_interval(ember)
     assert low < 0 < 0.015 < high  # not decided
@@ -898,11 +1010,13 @@ def test_the_screening():
     )
     assert with_decay < without - 0.004
     said(
-        "it lowered LEAN's loss by # on average, and that of AdamW at 0, 0.999 by #.",
+        "which lowered its loss by # each on average",
         -float(cells["embeddings decay by 0.02"][4]),
-        without - with_decay,
         page=STUDY,
     )
+    free = [float(cell) for cell in cells["updates need not sum to zero"]]
+    assert free[4] == float(cells["embeddings decay by 0.02"][4])
+    assert sum(cell < 0 for cell in free[:4]) == 3
     for label, much in (("a = 0.5", 1), ("columns weighted by the rows", 0.3)):
         changes = [float(cell) for cell in cells[label][:4]]
         assert max(changes[:3]) < 0
@@ -999,7 +1113,6 @@ def test_what_the_page_says_of_one_pass():
     _, low, high = middle_and_interval(differences(LEAN_LONGER, ADAMW_LONGER, "documents"))
     middle, half_width = (low + high) / 2, (high - low) / 2
     said("the difference is #, with a 95 % interval of ± #.", middle, half_width)
-    said("beside-adamw) | 2,048 | # | the same", middle, page=PRACTICE)
     for page in (README, STUDY):
         said("(# ± #, five seeds)", middle, half_width, page=page)
     slower = ("betas_longer", "adamw 0 0.999 n=1")
@@ -1027,8 +1140,6 @@ def test_what_the_page_says_of_one_pass():
         "after 2,400 steps by # on the test documents (n = 4 and 5, the same three seeds, p = #,",
         *(np.mean(higher), p_of_pairs(higher)),
     )
-    said("beside-adamw) | 2,048 | # | the study's model", np.mean(higher), page=PRACTICE)
-    said("steps with 0.37M parameters, it is # higher, too", np.mean(higher), page=README)
 
 
 def test_ember():
@@ -1040,7 +1151,6 @@ def test_ember():
         "is # above AdamW's (p = #) and # below LEAN's (p = #; three seeds each, paired)",
         *(np.mean(above), p_of_pairs(above), np.mean(below), p_of_pairs(below)),
     )
-    said("loss on test documents is # lower than that of `LEAN`", np.mean(below), page=README)
     for name in (ADAMW_LONGER, LEAN_LONGER):
         pairs = differences(longer, name, "documents")
         assert len(pairs) == 5

@@ -1017,6 +1017,20 @@ def test_the_screening():
     free = [float(cell) for cell in cells["updates need not sum to zero"]]
     assert free[4] == float(cells["embeddings decay by 0.02"][4])
     assert sum(cell < 0 for cell in free[:4]) == 3
+    said(
+        "differs from 0.999 in two only, in which it is lower by # and #.",
+        *(-float(cells["β₂ by the tokens of a step"][column]) for column in (1, 3)),
+        page="study/tables.md",
+    )
+    base, *slower = (
+        seeds("screening", f"64k lean2 0 0.999{name}", "valid")[11]
+        for name in ("", " a=0.5 x0.5", " a=0.5 x0.25")
+    )
+    said(
+        "the exponent of 0.5 is still # and # worse there",
+        *(loss - base for loss in slower),
+        page="study/tables.md",
+    )
     for label, much in (("a = 0.5", 1), ("columns weighted by the rows", 0.3)):
         changes = [float(cell) for cell in cells[label][:4]]
         assert max(changes[:3]) < 0

@@ -276,7 +276,7 @@ def beside_lean_table() -> Table:
 
 
 def finalists(setting: str) -> list[Line]:
-    """AdamW, and what is compared with it; Ember has the best of its rates."""
+    """AdamW, and what is compared with it, as far as it has runs; Ember has its best rate."""
     names = {
         "LEAN": "lean2 0 0.99",
         "LEAN, decay": "lean2 0 0.99 decay=0.02",
@@ -291,32 +291,37 @@ def finalists(setting: str) -> list[Line]:
     if setting in SETTINGS:
         _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting][1])
         ember[setting] = (best.question, best.name)
-    return [
+    lines = [
         Line("AdamW, 0, 0.999", *adamw),
         *(Line(label, "finals", f"{setting} {name}") for label, name in names.items()),
-        Line("Ember", *ember.get(setting, ("finals", ""))),
+        *(Line("Ember", *runs_of) for name, runs_of in ember.items() if name == setting),
     ]
+    return [line for line in lines if runs(line)]
 
 
 def finals_table(measure: str) -> Table:
     """AdamW's loss in each setting, and how far the others are above it with the same seeds."""
-    rows = []
-    above: dict[str, list[float]] = {}
+    above: dict[str, dict[str, float]] = {}
+    adamw: dict[str, str] = {}
+    pairs: dict[str, set[int]] = {}
     for setting in FINAL_SETTINGS:
         baseline, *others = finalists(setting)
-        adamw = by_seed(baseline, measure)
-        cells, pairs = [], []
+        losses = by_seed(baseline, measure)
+        adamw[setting] = shorthand([*losses.values()], 3)
         for line in others:
-            differences = above.setdefault(line.label, [])
-            losses = by_seed(line, measure)
-            pairs.append([losses[seed] - adamw[seed] for seed in losses.keys() & adamw.keys()])
-            if pairs[-1]:
-                differences.append(float(np.mean(pairs[-1])))
-            cells.append(f"{differences[-1]:+.3f}" if pairs[-1] else "")
-        numbers = ", ".join(dict.fromkeys(str(len(tried)) for tried in pairs if tried))
-        if numbers:
-            rows.append([setting, shorthand([*adamw.values()], 3), *cells, numbers])
-    means = [f"{mean_of_settings(tried)}, {len(tried)} settings" for tried in above.values()]
+            tried = by_seed(line, measure)
+            differences = [tried[seed] - losses[seed] for seed in tried.keys() & losses.keys()]
+            above.setdefault(line.label, {})[setting] = float(np.mean(differences))
+            pairs.setdefault(setting, set()).add(len(differences))
+    rows = []
+    for setting, loss in adamw.items():
+        cells = (by_setting.get(setting) for by_setting in above.values())
+        shown = ("" if cell is None else f"{cell:+.3f}" for cell in cells)
+        rows.append([setting, loss, *shown, ", ".join(map(str, sorted(pairs[setting])))])
+    means = [
+        f"{mean_of_settings([*by_setting.values()])}, {len(by_setting)} settings"
+        for by_setting in above.values()
+    ]
     rows.append(["mean", "", *means, ""])
     return Table(["setting", baseline.label, *above, "pairs"], rows)
 

@@ -476,13 +476,14 @@ def test_settings_that_were_written_down_first():
     said("by # on average, with a 95 % interval of # to # (p = 0.04)", average, low, high)
 
 
-def above(line, baseline, value):
-    """The mean of the differences with the same seeds; None if there are none."""
-    names = [name for _, name in (line, baseline)]
-    if not all(name in results(q) for (q, _), name in zip((line, baseline), names)):
-        return None
-    pairs = differences(line, baseline, value)
-    return np.mean(pairs) if pairs else None
+def changes(ours, theirs, value="valid"):
+    """The mean difference of two finalists with the same seeds, by setting."""
+    lines = {s: {x.label: (x.question, x.name) for x in finalists(s)} for s in FINAL_SETTINGS}
+    return {
+        setting: np.mean(differences(named[ours], named[theirs], value))
+        for setting, named in lines.items()
+        if {ours, theirs} <= named.keys()
+    }
 
 
 FINAL_TABLES = (("finals", "documents"), ("finals_valid", "valid"))
@@ -494,31 +495,21 @@ def test_the_cells_of_the_finals(table, value):
     header, (*lines, last) = rows(table)
     assert [line[0] for line in lines] == [*FINAL_SETTINGS]
     for column, label in enumerate(header[2:-1], 2):
-        shown = []
-        for setting, *_ in lines:
-            by_label = {line.label: (line.question, line.name) for line in finalists(setting)}
-            shown.append(above(by_label[label], by_label["AdamW, 0, 0.999"], value))
-        for line, expected in zip(lines, shown):
-            assert (line[column] == "") == (expected is None)
-            if expected is not None:
-                shows(line[column], expected)
-        known = [x for x in shown if x is not None]
-        assert numbers(last[column]) == pytest.approx(middle_and_interval(known), abs=5.1e-4)
-        assert last[column].endswith(f", {len(known)} settings")
-    for line in lines:
-        by_label = {x.label: seeds(x.question, x.name, value) for x in finalists(line[0])[:1]}
-        cell_shows(line[1], [*by_label["AdamW, 0, 0.999"].values()])
+        above = changes(label, "AdamW, 0, 0.999", value)
+        for setting, *cells in lines:
+            if cell := cells[column - 1]:
+                shows(cell, above[setting])
+            assert bool(cell) == (setting in above)
+        average = middle_and_interval([*above.values()])
+        assert numbers(last[column]) == pytest.approx(average, abs=5.1e-4)
+        assert last[column].endswith(f", {len(above)} settings")
+    for setting, cell, *_ in lines:
+        adamw = finalists(setting)[0]
+        cell_shows(cell, [*seeds(adamw.question, adamw.name, value).values()])
 
 
 def test_what_the_finals_decide():
     """By the rules that were written down first: decay, zero-sum updates, and the goal."""
-
-    def changes(ours, theirs, value="valid"):
-        """By setting, where both have been run."""
-        lines = {s: {x.label: (x.question, x.name) for x in finalists(s)} for s in FINAL_SETTINGS}
-        tried = {s: above(x[ours], x[theirs], value) for s, x in lines.items()}
-        return {setting: change for setting, change in tried.items() if change is not None}
-
     decay, decay_of_adamw = (
         changes(f"{name}, decay", baseline)
         for name, baseline in (("LEAN", "LEAN"), ("AdamW", "AdamW, 0, 0.999"))

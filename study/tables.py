@@ -290,7 +290,7 @@ RECOMMENDED = (
     Recommended(
         Line("Coupled Adam", "betas_longer", "coupled 0.9 0.95 n=0"), "V x H + H", "Coupled Adam"
     ),
-    Recommended(Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "LEAN"),
+    Recommended(Line("LEAN", "finals", "9768 steps lean2 0 0.99"), "V + 2H", "LEAN"),
     Recommended(Line("Ember", "one_pass_longer", "ember free n=2"), "V + H", "Ember compiled"),
 )
 """What we recommend and its rivals, after 20M tokens."""

@@ -601,7 +601,6 @@ def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
     "first" is LEAN as it was before.
     """
     by_tokens = 0.999 ** (_tokens_a_step(overrides) / 2048)
-    adamw = WITHOUT_MOMENTUM
     second = {
         "0 0.99": {"beta2": 0.99},
         "0 0.999": {},
@@ -613,10 +612,10 @@ def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
         "0 0.999 decay=0.02": DECAY,
     }
     arms: dict[str, tuple[dict[str, Any], str]] = {
-        "adamw 0 0.999": (adamw, FAST),
-        "adamw 0 0.999 decay=0.02": ({**adamw, **DECAY}, FAST),
-        "first 0 0.99": ({**adamw, "beta2": 0.99}, "table_rules:PLAIN_DELAYED"),
-        "weighted 0 0.999": (adamw, "table_rules:WEIGHTED_DELAYED"),
+        "adamw 0 0.999": (WITHOUT_MOMENTUM, FAST),
+        "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, FAST),
+        "first 0 0.99": ({**WITHOUT_MOMENTUM, "beta2": 0.99}, "table_rules:PLAIN_DELAYED"),
+        "weighted 0 0.999": (WITHOUT_MOMENTUM, "table_rules:WEIGHTED_DELAYED"),
         **{
             f"lean2 {name}": ({**LEAN2, "beta2": 0.999, **options}, FAST)
             for name, options in second.items()
@@ -643,49 +642,57 @@ def _screening() -> dict[str, Entry]:
     return tried
 
 
-FINAL_SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
-    **{
-        name: (overrides, 2 ** (CHOSEN[name] / 2), 2 ** (CHOSEN[name] / 2))
-        for name, (overrides, _) in SETTINGS.items()
-    },
-    "16k": (SETTINGS["16k"][0], 2**3.5, 2**4),
-    "1k": (RATE_SETTINGS["1k"], 12.5, 12.5),
-    "512": (RATE_SETTINGS["512"], 6.25, 6.25),
-    "constant": (RATE_SETTINGS["constant"], 16.0, 16.0),
-    "2400 steps": (_steps(2400), 2**2, 2**2.5),
-    "9768 steps": (_steps(9768), 2**0.5, 2**1),
-}
-"""What differs, and the factors of LEAN and AdamW: those that the validation loss of the first
-edition, and of AdamW, chose in earlier runs."""
+@dataclasses.dataclass(frozen=True)
+class FinalSetting:
+    """A setting of the finals.
 
-FINALS_OF_ADAMW: dict[str, tuple[str, str]] = {
+    overrides: values of the recipe that differ from ``english.yaml``.
+    lean, adamw: the factors that the validation loss of LEAN's first edition, and of AdamW, chose
+        in earlier runs.
+    adamw_runs: the question and the name of these runs of AdamW; None if they have no losses of
+        documents, so that AdamW runs there again.
+    """
+
+    overrides: dict[str, Any]
+    lean: float
+    adamw: float
+    adamw_runs: tuple[str, str] | None = None
+
+
+FINAL_SETTINGS: dict[str, FinalSetting] = {
     **{
-        setting: ("settings", f"{setting} adamw 0 0.999 n={8 if setting == '16k' else n}")
-        for setting, n in CHOSEN.items()
+        name: FinalSetting(
+            SETTINGS[name][0],
+            2 ** (CHOSEN[name] / 2),
+            2 ** (n / 2),
+            ("settings", f"{name} adamw 0 0.999 n={n}"),
+        )
+        for name, n in {**CHOSEN, "16k": 8}.items()  # AdamW's n; LEAN's differs in one of them
     },
-    "2400 steps": ("betas", "adamw 0 0.999 n=5"),
-    "9768 steps": ("betas_longer", "adamw 0 0.999 n=2"),
+    "1k": FinalSetting(RATE_SETTINGS["1k"], 12.5, 12.5),
+    "512": FinalSetting(RATE_SETTINGS["512"], 6.25, 6.25),
+    "constant": FinalSetting(RATE_SETTINGS["constant"], 16.0, 16.0),
+    "2400 steps": FinalSetting(_steps(2400), 2**2, 2**2.5, ("betas", "adamw 0 0.999 n=5")),
+    "9768 steps": FinalSetting(_steps(9768), 2**0.5, 2**1, ("betas_longer", "adamw 0 0.999 n=2")),
 }
-"""The question and the name of AdamW's runs at these factors. The other settings have no losses of
-documents from before, so that AdamW runs there again."""
 
 
 def _finals() -> dict[str, Entry]:
     """The second edition as it is, without zero-sum updates, and with decay; AdamW with decay."""
     lean = {**LEAN2, "beta2": 0.99}
     entries: dict[str, Entry] = {}
-    for setting, (overrides, lean_factor, adamw_factor) in FINAL_SETTINGS.items():
+    for name, setting in FINAL_SETTINGS.items():
         arms = {
-            "lean2 0 0.99": (lean, lean_factor),
-            "lean2 0 0.99 free": ({**lean, "zero_sum": False}, lean_factor),
-            "lean2 0 0.99 decay=0.02": ({**lean, **DECAY}, lean_factor),
-            "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, adamw_factor),
+            "lean2 0 0.99": (lean, setting.lean),
+            "lean2 0 0.99 free": ({**lean, "zero_sum": False}, setting.lean),
+            "lean2 0 0.99 decay=0.02": ({**lean, **DECAY}, setting.lean),
+            "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, setting.adamw),
         }
-        if setting not in FINALS_OF_ADAMW:
-            arms["adamw 0 0.999"] = (WITHOUT_MOMENTUM, adamw_factor)
+        if setting.adamw_runs is None:
+            arms["adamw 0 0.999"] = (WITHOUT_MOMENTUM, setting.adamw)
         entries |= {
-            f"{setting} {name}": Entry({**options, "lr_factor": factor}, overrides, FAST)
-            for name, (options, factor) in arms.items()
+            f"{name} {arm}": Entry({**options, "lr_factor": factor}, setting.overrides, FAST)
+            for arm, (options, factor) in arms.items()
         }
     return entries
 

@@ -17,7 +17,7 @@ from coupled_adam.lab.reporting.statistics import (
 )
 from coupled_adam.rendering.tables import Cell, Table
 
-from .questions import FINAL_SETTINGS, FINALS_OF_ADAMW, SETTINGS
+from .questions import FINAL_SETTINGS, SETTINGS
 from .rows import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
@@ -283,19 +283,20 @@ def finalists(setting: str) -> list[Line]:
         "LEAN, free": "lean2 0 0.99 free",
         "AdamW, decay": "adamw 0 0.999 decay=0.02",
     }
-    adamw = FINALS_OF_ADAMW.get(setting, ("finals", f"{setting} adamw 0 0.999"))
-    ember = {
-        "2400 steps": ("zero_sum", "ember free n=7"),
-        "9768 steps": ("one_pass_longer", "ember free n=2"),
-    }
-    if setting in SETTINGS:
-        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting][1])
-        ember[setting] = (best.question, best.name)
+    adamw = FINAL_SETTINGS[setting].adamw_runs or ("finals", f"{setting} adamw 0 0.999")
     lines = [
         Line("AdamW, 0, 0.999", *adamw),
         *(Line(label, "finals", f"{setting} {name}") for label, name in names.items()),
-        *(Line("Ember", *runs_of) for name, runs_of in ember.items() if name == setting),
     ]
+    ember = {
+        "2400 steps": Line("Ember", "zero_sum", "ember free n=7"),
+        "9768 steps": Line("Ember", "one_pass_longer", "ember free n=2"),
+    }
+    if setting in SETTINGS:
+        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting][1])
+        lines.append(dataclasses.replace(best, label="Ember"))
+    elif setting in ember:
+        lines.append(ember[setting])
     return [line for line in lines if runs(line)]
 
 

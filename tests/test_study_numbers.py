@@ -585,8 +585,9 @@ def test_what_the_finals_decide():
         "same rates and seeds",
         *map(np.mean, by_edition[::-1]),
     )
-    ember = middle_and_interval([*changes("Ember", "LEAN", "documents").values()])
-    assert len(changes("Ember", "LEAN", "documents")) == 10
+    of_ember = changes("Ember", "LEAN", "documents")
+    assert len(of_ember) == 10
+    ember = middle_and_interval([*of_ember.values()])
     assert ember[1] < 0 < ember[2]  # not separated
     said("is # above LEAN on average in the ten settings ... interval of # to #.", *ember)
     said("it is # higher on average (95 % interval # to #). Its authors", *ember, page=README)
@@ -1030,9 +1031,9 @@ def test_the_screening():
         page="study/tables.md",
     )
     for label, much in (("a = 0.5", 1), ("columns weighted by the rows", 0.3)):
-        changes = [float(cell) for cell in cells[label][:4]]
-        assert max(changes[:3]) < 0
-        assert changes[3] > much
+        costs = [float(cell) for cell in cells[label][:4]]
+        assert max(costs[:3]) < 0
+        assert costs[3] > much
     assert float(cells["β₂ = 0.99"][4]) < 0
 
 
@@ -1599,6 +1600,7 @@ def test_the_rate_of_the_readmes_lean():
     """That in the table, and by the rule."""
     (lean,) = (row.line for row in tables.RECOMMENDED if row.line.label == "LEAN")
     (arm,) = results(lean.question)[lean.name]["recipe"]["arms"].values()
+    assert arm["lr_factor"] == 2**0.5
     said(
         "`LEAN`'s is # times the core's, where `steps=` would choose #",
         arm["lr_factor"],

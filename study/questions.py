@@ -697,6 +697,25 @@ def _finals() -> dict[str, Entry]:
     return entries
 
 
+RATES_BESIDE = {"x0.5": 0.5, "x0.71": 2**-0.5, "x1.4": 2**0.5, "x2": 2.0}
+"""What the factors of the finals are multiplied with, as far as it is needed to find the best."""
+
+
+def _final_rates() -> dict[str, Entry]:
+    """The second edition and the best AdamW at the rates beside those of the finals."""
+    return {
+        f"{name} {arm} {multiple}": Entry(
+            {**options, "lr_factor": factor * RATES_BESIDE[multiple]}, setting.overrides, FAST
+        )
+        for name, setting in FINAL_SETTINGS.items()
+        for arm, options, factor in (
+            ("lean2 0 0.99", {**LEAN2, "beta2": 0.99}, setting.lean),
+            ("adamw 0 0.999", WITHOUT_MOMENTUM, setting.adamw),
+        )
+        for multiple in RATES_BESIDE
+    }
+
+
 def _first_page() -> dict[str, Entry]:
     """The README's lines, at the core's betas of torch and at those of most published recipes."""
     lines = {
@@ -915,6 +934,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "geometric": _geometric(),
     "screening": _screening(),
     "finals": _finals(),
+    "final_rates": _final_rates(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -924,7 +944,14 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
-SECOND_EDITION = ("finals", "first_page", "geometric", "muon_tables", "screening")
+SECOND_EDITION = (
+    "final_rates",
+    "finals",
+    "first_page",
+    "geometric",
+    "muon_tables",
+    "screening",
+)
 """Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
 ON_A_GPU = ("10M",)
@@ -933,6 +960,7 @@ ON_A_GPU = ("10M",)
 UNFINISHED = (
     "10M",
     "ember_and_free",
+    "final_rates",
     "finals",
     "first_page",
     "geometric",

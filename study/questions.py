@@ -10,7 +10,7 @@ rule.
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from coupled_adam import LEAN
 
@@ -137,11 +137,11 @@ BETAS = tuple(itertools.product((0.0, 0.5, 0.9), (0.95, 0.99, 0.999)))
 """The betas of the embeddings that are tried; all other parameters have 0.9, 0.95."""
 
 
-Setting = tuple[str, tuple[float, float], int]
+TriedArm = tuple[str, tuple[float, float], int]
 """An arm of :func:`_betas`, the embeddings' betas, and n."""
 
 
-def _betas(settings: Iterable[Setting], **overrides: Any) -> dict[str, Entry]:
+def _betas(settings: Iterable[TriedArm], **overrides: Any) -> dict[str, Entry]:
     """Embeddings with betas of their own that learn 2^(n/2) times as fast as the rest.
 
     Args:
@@ -157,7 +157,7 @@ def _betas(settings: Iterable[Setting], **overrides: Any) -> dict[str, Entry]:
     }
 
 
-FINALISTS: tuple[Setting, ...] = (
+FINALISTS: tuple[TriedArm, ...] = (
     ("adamw", (0.9, 0.95), 0),
     *(("adamw", (0.9, 0.999), n) for n in (0, 1, 2)),
     *(("adamw", (0.0, 0.99), n) for n in (0, 1, 2)),
@@ -179,11 +179,11 @@ WITH_AND_WITHOUT_MOMENTUM = (
 
 def _at_rates(
     arms: Iterable[tuple[str, tuple[float, float]]], factors: Iterable[int]
-) -> list[Setting]:
+) -> list[TriedArm]:
     return [(*arm, n) for arm, n in itertools.product(arms, factors)]
 
 
-def _elsewhere(factors: Iterable[int], usual_factors: Iterable[int]) -> list[Setting]:
+def _elsewhere(factors: Iterable[int], usual_factors: Iterable[int]) -> list[TriedArm]:
     """AdamW as usual and without momentum, and LEAN: what is run with models of other shapes."""
     without_momentum = (("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
     return [
@@ -427,20 +427,29 @@ def _alternatives() -> dict[str, Entry]:
     }
 
 
-SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
-    "1.2M": (_steps(600), (6, 8)),
-    "untied": ({"model.tied": False, **_steps(1200)}, (4, 6)),
-    "rotary": (
-        {**ROTARY, **_steps(1200)},
-        (6, 8),
-    ),
-    "H=32": ({**NARROW, **_steps(1200)}, (5, 7)),
-    "16k": (_batch(256, 300), (7, 8)),
-    "64k": (_batch(1024, 75), (8, 9)),
-    "H=128": ({**WIDE, **_steps(1200)}, (5, 7)),
-    "V=16384": ({"model.vocab_size": 16384, **_steps(1200)}, (5, 7)),
+class Setting(NamedTuple):
+    """A setting of the test that was written down first.
+
+    overrides: values of the recipe that differ from ``english.yaml``.
+    tried: the two n of each arm.
+    chosen: the n that LEAN's validation loss chose.
+    """
+
+    overrides: dict[str, Any]
+    tried: tuple[int, int]
+    chosen: int
+
+
+SETTINGS: dict[str, Setting] = {
+    "1.2M": Setting(_steps(600), (6, 8), 8),
+    "untied": Setting({"model.tied": False, **_steps(1200)}, (4, 6), 6),
+    "rotary": Setting({**ROTARY, **_steps(1200)}, (6, 8), 6),
+    "H=32": Setting({**NARROW, **_steps(1200)}, (5, 7), 5),
+    "16k": Setting(_batch(256, 300), (7, 8), 7),
+    "64k": Setting(_batch(1024, 75), (8, 9), 8),
+    "H=128": Setting({**WIDE, **_steps(1200)}, (5, 7), 7),
+    "V=16384": Setting({"model.vocab_size": 16384, **_steps(1200)}, (5, 7), 7),
 }
-"""The settings of the test that was written down first: what differs, and the two n of each arm."""
 
 
 def _settings() -> dict[str, Entry]:
@@ -448,22 +457,9 @@ def _settings() -> dict[str, Entry]:
     arms = (("adamw", (0.0, 0.999)), ("lean", (0.0, 0.99)))
     return {
         f"{setting} {name}": entry
-        for setting, (overrides, factors) in SETTINGS.items()
-        for name, entry in _betas(_at_rates(arms, factors), **overrides).items()
+        for setting, (overrides, tried, _) in SETTINGS.items()
+        for name, entry in _betas(_at_rates(arms, tried), **overrides).items()
     }
-
-
-CHOSEN = {
-    "1.2M": 8,
-    "untied": 6,
-    "rotary": 6,
-    "H=32": 5,
-    "16k": 7,
-    "64k": 8,
-    "H=128": 7,
-    "V=16384": 7,
-}
-"""The n that LEAN's validation loss chose in each setting."""
 
 
 def _row_moment(n: int, overrides: Mapping[str, Any]) -> dict[str, Entry]:
@@ -477,8 +473,8 @@ def _row_moments() -> dict[str, Entry]:
     """They have the n that LEAN's loss chose."""
     return {
         f"{setting} {name}": entry
-        for setting, n in CHOSEN.items()
-        for name, entry in _row_moment(n, SETTINGS[setting][0]).items()
+        for setting, (overrides, _, n) in SETTINGS.items()
+        for name, entry in _row_moment(n, overrides).items()
     }
 
 
@@ -486,10 +482,10 @@ def _ember_and_free() -> dict[str, Entry]:
     """LEAN without zero-sum updates at the n that its loss chose, and Ember at both n."""
     return {
         f"{setting} {name}": entry
-        for setting, (overrides, factors) in SETTINGS.items()
+        for setting, (overrides, tried, n) in SETTINGS.items()
         for name, entry in (
-            *_betas([("lean free", (0.0, 0.99), CHOSEN[setting])], **overrides).items(),
-            *_rules({"ember free": factors}, **overrides).items(),
+            *_betas([("lean free", (0.0, 0.99), n)], **overrides).items(),
+            *_rules({"ember free": tried}, **overrides).items(),
         )
     }
 
@@ -662,12 +658,13 @@ class FinalSetting:
 FINAL_SETTINGS: dict[str, FinalSetting] = {
     **{
         name: FinalSetting(
-            SETTINGS[name][0],
-            2 ** (CHOSEN[name] / 2),
+            setting.overrides,
+            2 ** (setting.chosen / 2),
             2 ** (n / 2),
             ("settings", f"{name} adamw 0 0.999 n={n}"),
         )
-        for name, n in {**CHOSEN, "16k": 8}.items()  # AdamW's n; LEAN's differs in one of them
+        for name, setting in SETTINGS.items()
+        for n in [8 if name == "16k" else setting.chosen]  # AdamW's, which is LEAN's elsewhere
     },
     "1k": FinalSetting(RATE_SETTINGS["1k"], 12.5, 12.5),
     "512": FinalSetting(RATE_SETTINGS["512"], 6.25, 6.25),

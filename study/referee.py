@@ -17,7 +17,7 @@ from coupled_adam.lab.reporting.statistics import (
 )
 from coupled_adam.rendering.tables import Cell, Table
 
-from .questions import FINAL_SETTINGS, SETTINGS
+from .questions import FINAL_SETTINGS, RATES_BESIDE, SETTINGS
 from .rows import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
@@ -187,8 +187,8 @@ def bands_table() -> Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """A setting of the test that was written down first, with each arm's chosen n and losses.
+class ComparedSetting:
+    """Each arm's chosen n and losses in a setting of :data:`SETTINGS`.
 
     factors: n of AdamW and of LEAN, the one with the lower validation loss with seed 4.
     losses: on the test documents, by seed.
@@ -211,17 +211,18 @@ def best_rate(question: str, name: str, factors: Sequence[int]) -> tuple[int, Li
     return min(lines.items(), key=lambda entry: by_seed(entry[1], "valid_loss").get(4, np.inf))
 
 
-def settings() -> list[Setting]:
+def settings() -> list[ComparedSetting]:
     """The settings of :data:`SETTINGS` whose runs are complete."""
     complete = []
-    for name, (_, factors) in SETTINGS.items():
+    for name, setting in SETTINGS.items():
         chosen = [
-            best_rate("settings", f"{name} {arm}", factors)
+            best_rate("settings", f"{name} {arm}", setting.tried)
             for arm in ("adamw 0 0.999", "lean 0 0.99")
         ]
         losses = [by_seed(line, "test_documents") for _, line in chosen]
         if all(len(seeds) == 3 for seeds in losses):
-            complete.append(Setting(name, (chosen[0][0], chosen[1][0]), (losses[0], losses[1])))
+            factors = chosen[0][0], chosen[1][0]
+            complete.append(ComparedSetting(name, factors, (losses[0], losses[1])))
     return complete
 
 
@@ -266,7 +267,7 @@ def beside_lean_table() -> Table:
         lean = setting.losses[1][4]
         cells = []
         for header, question, name in BESIDE_LEAN:
-            n, line = best_rate(question, f"{setting.name} {name}", SETTINGS[setting.name][1])
+            n, line = best_rate(question, f"{setting.name} {name}", SETTINGS[setting.name].tried)
             difference = by_seed(line, "test_documents")[4] - lean
             differences[header].append(difference)
             cells.append(f"{difference:+.3f} ({n})")
@@ -293,7 +294,7 @@ def finalists(setting: str) -> list[Line]:
         "9768 steps": Line("Ember", "one_pass_longer", "ember free n=2"),
     }
     if setting in SETTINGS:
-        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting][1])
+        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting].tried)
         lines.append(dataclasses.replace(best, label="Ember"))
     elif setting in ember:
         lines.append(ember[setting])
@@ -327,6 +328,44 @@ def finals_table(measure: str) -> Table:
     return Table(["setting", baseline.label, *above, "pairs"], rows)
 
 
+def at_best_rates(setting: str) -> list[tuple[float, Line]]:
+    """The best AdamW and LEAN, each with the factor that its first seed's validation loss chose."""
+    chosen = FINAL_SETTINGS[setting]
+    adamw, lean, *_ = finalists(setting)
+    best = []
+    for line, arm, factor in (
+        (adamw, "adamw 0 0.999", chosen.adamw),
+        (lean, "lean2 0 0.99", chosen.lean),
+    ):
+        tried = {factor: line}
+        for name, multiple in RATES_BESIDE.items():
+            beside = Line(line.label, "final_rates", f"{setting} {arm} {name}")
+            if runs(beside):
+                tried[factor * multiple] = beside
+        seed = min(by_seed(line, "valid_loss"))
+        best.append(min(tried.items(), key=lambda entry: by_seed(entry[1], "valid_loss")[seed]))
+    return best
+
+
+def final_rates_table() -> Table:
+    """The best AdamW and LEAN in each setting, each at its own rate, on the test documents."""
+    rows: list[list[str | Cell]] = []
+    differences = []
+    for setting in FINAL_SETTINGS:
+        best = at_best_rates(setting)
+        adamw, lean = (by_seed(line, "test_documents") for _, line in best)
+        pairs = [lean[seed] - adamw[seed] for seed in lean.keys() & adamw.keys()]
+        differences.append(float(np.mean(pairs)))
+        cells = []
+        for (factor, _), losses in zip(best, (adamw, lean)):
+            cells += [f"{factor:.3g}", shorthand([*losses.values()], 3)]
+        rows.append([setting, *cells, f"{differences[-1]:+.3f}", str(len(pairs))])
+    rows.append(["mean", *[""] * 4, mean_of_settings(differences), ""])
+    arms = ("AdamW, 0, 0.999", "LEAN")
+    header = [cell for arm in arms for cell in (f"{arm}: factor", "L of test documents ↓")]
+    return Table(["setting", *header, "LEAN − AdamW", "pairs"], rows)
+
+
 def with_documents() -> list[Line]:
     """The rows of :data:`BETAS` that have a loss for each document."""
     return [line for line in BETAS if held_out(line)]
@@ -340,4 +379,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "beside_lean": beside_lean_table,
     "finals": partial(finals_table, "test_documents"),
     "finals_valid": partial(finals_table, "valid_loss"),
+    "final_rates": final_rates_table,
 }

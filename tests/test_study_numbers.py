@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from study import referee, tables
-from study.questions import CHOSEN, FINAL_SETTINGS
+from study.questions import FINAL_SETTINGS, SETTINGS
 from study.referee import finalists
 from study.rows import between
 
@@ -571,7 +571,7 @@ def test_what_the_finals_decide():
         said(f"\n| {start} | {cost} |", *expected, page=PRACTICE)
     # The first edition with the same seeds, in the eight settings
     by_edition = [], []
-    for setting in CHOSEN:
+    for setting in SETTINGS:
         before, adamw = (
             seeds("settings", best_run("settings", f"{setting} {arm} n=", seed=4), "documents")
             for arm in ("lean 0 0.99", "adamw 0 0.999")
@@ -579,7 +579,7 @@ def test_what_the_finals_decide():
         second = seeds("finals", f"{setting} lean2 0 0.99", "documents")
         for tried, losses in zip(by_edition, (before, second)):
             tried.append(np.mean([losses[seed] - adamw[seed] for seed in second]))
-    assert [*by_edition[1]] == pytest.approx([lean[setting] for setting in CHOSEN])
+    assert [*by_edition[1]] == pytest.approx([lean[setting] for setting in SETTINGS])
     said(
         "In the eight settings alone it is # higher; the first edition's was # higher with the "
         "same rates and seeds",

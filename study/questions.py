@@ -638,59 +638,94 @@ def _screening() -> dict[str, Entry]:
     return tried
 
 
-@dataclasses.dataclass(frozen=True)
-class FinalSetting:
-    """A setting of the finals.
+FINAL_ARMS: dict[str, tuple[dict[str, Any], str]] = {
+    "lean2 0 0.99": ({**LEAN2, "beta2": 0.99}, FAST),
+    "adamw 0 0.999": (WITHOUT_MOMENTUM, FAST),
+    "ember free": (WITHOUT_MOMENTUM, "table_rules:EMBER_FREE"),
+}
+"""The optimizers of the finals without their factors, and the variants of the model."""
 
-    overrides: values of the recipe that differ from ``english.yaml``.
-    lean, adamw: the factors that the validation loss of LEAN's first edition, and of AdamW, chose
-        in earlier runs.
-    adamw_runs: the question and the name of these runs of AdamW; None if they have no losses of
-        documents, so that AdamW runs there again.
+
+class Earlier(NamedTuple):
+    """What is known of an optimizer in a setting before the finals.
+
+    factor: what the validation loss chose in earlier runs; LEAN's for Ember where it has none.
+    runs: the question and the name of these runs; None if there are none that have losses of
+        documents (or, for LEAN, only those of its first edition), so that ``finals`` has them.
     """
 
+    factor: float
+    runs: tuple[str, str] | None = None
+
+
+class FinalSetting(NamedTuple):
+    """What differs from ``english.yaml``, and what is known of each of :data:`FINAL_ARMS`."""
+
     overrides: dict[str, Any]
-    lean: float
-    adamw: float
-    adamw_runs: tuple[str, str] | None = None
+    earlier: dict[str, Earlier]
+
+
+def _final_setting(
+    overrides: dict[str, Any], lean: float, adamw: Earlier, ember: Earlier
+) -> FinalSetting:
+    return FinalSetting(overrides, dict(zip(FINAL_ARMS, (Earlier(lean), adamw, ember))))
+
+
+def _earlier(n: int, question: str, name: str) -> Earlier:
+    return Earlier(2 ** (n / 2), (question, f"{name} n={n}"))
 
 
 FINAL_SETTINGS: dict[str, FinalSetting] = {
     **{
-        name: FinalSetting(
-            setting.overrides,
-            2 ** (setting.chosen / 2),
+        name: _final_setting(
+            overrides,
             2 ** (n / 2),
-            ("settings", f"{name} adamw 0 0.999 n={n}"),
+            # AdamW's n is LEAN's in all settings but one, and Ember's in all.
+            _earlier(8 if name == "16k" else n, "settings", f"{name} adamw 0 0.999"),
+            _earlier(n, "ember_and_free", f"{name} ember free"),
         )
-        for name, setting in SETTINGS.items()
-        for n in [8 if name == "16k" else setting.chosen]  # AdamW's, which is LEAN's elsewhere
+        for name, (overrides, _, n) in SETTINGS.items()
     },
-    "1k": FinalSetting(RATE_SETTINGS["1k"], 12.5, 12.5),
-    "512": FinalSetting(RATE_SETTINGS["512"], 6.25, 6.25),
-    "constant": FinalSetting(RATE_SETTINGS["constant"], 16.0, 16.0),
-    "2400 steps": FinalSetting(_steps(2400), 2**2, 2**2.5, ("betas", "adamw 0 0.999 n=5")),
-    "9768 steps": FinalSetting(_steps(9768), 2**0.5, 2**1, ("betas_longer", "adamw 0 0.999 n=2")),
+    **{
+        name: _final_setting(RATE_SETTINGS[name], factor, Earlier(factor), Earlier(factor))
+        for name, factor in (("1k", 12.5), ("512", 6.25), ("constant", 16.0))
+    },
+    "2400 steps": _final_setting(
+        _steps(2400),
+        2**2,
+        _earlier(5, "betas", "adamw 0 0.999"),
+        _earlier(7, "zero_sum", "ember free"),
+    ),
+    "9768 steps": _final_setting(
+        _steps(9768),
+        2**0.5,
+        _earlier(2, "betas_longer", "adamw 0 0.999"),
+        _earlier(2, "one_pass_longer", "ember free"),
+    ),
 }
 
 
+def _final(setting: FinalSetting, arm: str, multiple: float = 1.0, **changed: Any) -> Entry:
+    """An arm at a multiple of its earlier factor."""
+    options, variant = FINAL_ARMS[arm]
+    factor = multiple * setting.earlier[arm].factor
+    return Entry({**options, **changed, "lr_factor": factor}, setting.overrides, variant)
+
+
 def _finals() -> dict[str, Entry]:
-    """The second edition as it is, without zero-sum updates, and with decay; AdamW with decay."""
-    lean = {**LEAN2, "beta2": 0.99}
+    """The second edition, without zero-sum updates, and with decay; AdamW with decay; Ember."""
+    changes: dict[str, tuple[str, dict[str, Any]]] = {
+        "lean2 0 0.99 free": ("lean2 0 0.99", {"zero_sum": False}),
+        "lean2 0 0.99 decay=0.02": ("lean2 0 0.99", DECAY),
+        "adamw 0 0.999 decay=0.02": ("adamw 0 0.999", DECAY),
+    }
     entries: dict[str, Entry] = {}
     for name, setting in FINAL_SETTINGS.items():
-        arms = {
-            "lean2 0 0.99": (lean, setting.lean),
-            "lean2 0 0.99 free": ({**lean, "zero_sum": False}, setting.lean),
-            "lean2 0 0.99 decay=0.02": ({**lean, **DECAY}, setting.lean),
-            "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, setting.adamw),
-        }
-        if setting.adamw_runs is None:
-            arms["adamw 0 0.999"] = (WITHOUT_MOMENTUM, setting.adamw)
-        entries |= {
-            f"{name} {arm}": Entry({**options, "lr_factor": factor}, setting.overrides, FAST)
-            for arm, (options, factor) in arms.items()
-        }
+        for arm, earlier in setting.earlier.items():
+            if earlier.runs is None:
+                entries[f"{name} {arm}"] = _final(setting, arm)
+        for changed, (arm, options) in changes.items():
+            entries[f"{name} {changed}"] = _final(setting, arm, **options)
     return entries
 
 
@@ -699,17 +734,12 @@ RATES_BESIDE = {"x0.5": 0.5, "x0.71": 2**-0.5, "x1.4": 2**0.5, "x2": 2.0}
 
 
 def _final_rates() -> dict[str, Entry]:
-    """The second edition and the best AdamW at the rates beside those of the finals."""
+    """Each optimizer of the finals at the rates beside its earlier one."""
     return {
-        f"{name} {arm} {multiple}": Entry(
-            {**options, "lr_factor": factor * RATES_BESIDE[multiple]}, setting.overrides, FAST
-        )
+        f"{name} {arm} {times}": _final(setting, arm, multiple)
         for name, setting in FINAL_SETTINGS.items()
-        for arm, options, factor in (
-            ("lean2 0 0.99", {**LEAN2, "beta2": 0.99}, setting.lean),
-            ("adamw 0 0.999", WITHOUT_MOMENTUM, setting.adamw),
-        )
-        for multiple in RATES_BESIDE
+        for arm in FINAL_ARMS
+        for times, multiple in RATES_BESIDE.items()
     }
 
 

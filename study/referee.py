@@ -276,28 +276,29 @@ def beside_lean_table() -> Table:
     return Table(["setting", "LEAN's n", *differences], rows)
 
 
+FINAL_LABELS = {
+    "lean2 0 0.99": "LEAN",
+    "adamw 0 0.999": "AdamW, 0, 0.999",
+    "ember free": "Ember",
+}
+
+
+def finalist(setting: str, arm: str) -> Line:
+    """One of :data:`FINAL_ARMS` at its earlier rate."""
+    runs = FINAL_SETTINGS[setting].earlier[arm].runs or ("finals", f"{setting} {arm}")
+    return Line(FINAL_LABELS[arm], *runs)
+
+
 def finalists(setting: str) -> list[Line]:
-    """AdamW, and what is compared with it, as far as it has runs; Ember has its best rate."""
-    names = {
-        "LEAN": "lean2 0 0.99",
-        "LEAN, decay": "lean2 0 0.99 decay=0.02",
-        "LEAN, free": "lean2 0 0.99 free",
-        "AdamW, decay": "adamw 0 0.999 decay=0.02",
-    }
-    adamw = FINAL_SETTINGS[setting].adamw_runs or ("finals", f"{setting} adamw 0 0.999")
+    """AdamW, and what is compared with it, as far as it has runs."""
     lines = [
-        Line("AdamW, 0, 0.999", *adamw),
-        *(Line(label, "finals", f"{setting} {name}") for label, name in names.items()),
+        finalist(setting, "adamw 0 0.999"),
+        finalist(setting, "lean2 0 0.99"),
+        Line("LEAN, decay", "finals", f"{setting} lean2 0 0.99 decay=0.02"),
+        Line("LEAN, free", "finals", f"{setting} lean2 0 0.99 free"),
+        Line("AdamW, decay", "finals", f"{setting} adamw 0 0.999 decay=0.02"),
+        finalist(setting, "ember free"),
     ]
-    ember = {
-        "2400 steps": Line("Ember", "zero_sum", "ember free n=7"),
-        "9768 steps": Line("Ember", "one_pass_longer", "ember free n=2"),
-    }
-    if setting in SETTINGS:
-        _, best = best_rate("ember_and_free", f"{setting} ember free", SETTINGS[setting].tried)
-        lines.append(dataclasses.replace(best, label="Ember"))
-    elif setting in ember:
-        lines.append(ember[setting])
     return [line for line in lines if runs(line)]
 
 
@@ -328,42 +329,40 @@ def finals_table(measure: str) -> Table:
     return Table(["setting", baseline.label, *above, "pairs"], rows)
 
 
-def at_best_rates(setting: str) -> list[tuple[float, Line]]:
-    """The best AdamW and LEAN, each with the factor that its first seed's validation loss chose."""
-    chosen = FINAL_SETTINGS[setting]
-    adamw, lean, *_ = finalists(setting)
-    best = []
-    for line, arm, factor in (
-        (adamw, "adamw 0 0.999", chosen.adamw),
-        (lean, "lean2 0 0.99", chosen.lean),
-    ):
-        tried = {factor: line}
-        for name, multiple in RATES_BESIDE.items():
-            beside = Line(line.label, "final_rates", f"{setting} {arm} {name}")
-            if runs(beside):
-                tried[factor * multiple] = beside
-        seed = min(by_seed(line, "valid_loss"))
-        best.append(min(tried.items(), key=lambda entry: by_seed(entry[1], "valid_loss")[seed]))
-    return best
+def at_best_rate(setting: str, arm: str) -> tuple[float, Line]:
+    """The factor with the lowest validation loss with the first seed, and its runs."""
+    factor = FINAL_SETTINGS[setting].earlier[arm].factor
+    tried = {factor: finalist(setting, arm)}
+    for times, multiple in RATES_BESIDE.items():
+        beside = Line(FINAL_LABELS[arm], "final_rates", f"{setting} {arm} {times}")
+        if runs(beside):
+            tried[factor * multiple] = beside
+    losses = {key: by_seed(line, "valid_loss") for key, line in tried.items()}
+    seed = min(losses[factor])
+    return min(tried.items(), key=lambda entry: losses[entry[0]][seed])
 
 
 def final_rates_table() -> Table:
-    """The best AdamW and LEAN in each setting, each at its own rate, on the test documents."""
+    """AdamW, LEAN and Ember in each setting, each at its own rate, on the test documents."""
     rows: list[list[str | Cell]] = []
-    differences = []
+    above: dict[str, list[float]] = {arm: [] for arm in ("lean2 0 0.99", "ember free")}
     for setting in FINAL_SETTINGS:
-        best = at_best_rates(setting)
-        adamw, lean = (by_seed(line, "test_documents") for _, line in best)
-        pairs = [lean[seed] - adamw[seed] for seed in lean.keys() & adamw.keys()]
-        differences.append(float(np.mean(pairs)))
-        cells = []
-        for (factor, _), losses in zip(best, (adamw, lean)):
-            cells += [f"{factor:.3g}", shorthand([*losses.values()], 3)]
-        rows.append([setting, *cells, f"{differences[-1]:+.3f}", str(len(pairs))])
-    rows.append(["mean", *[""] * 4, mean_of_settings(differences), ""])
-    arms = ("AdamW, 0, 0.999", "LEAN")
-    header = [cell for arm in arms for cell in (f"{arm}: factor", "L of test documents ↓")]
-    return Table(["setting", *header, "LEAN − AdamW", "pairs"], rows)
+        factor, adamw = at_best_rate(setting, "adamw 0 0.999")
+        losses = by_seed(adamw, "test_documents")
+        cells = [f"{factor:.3g}", shorthand([*losses.values()], 3)]
+        pairs = []
+        for arm, differences in above.items():
+            factor, line = at_best_rate(setting, arm)
+            tried = by_seed(line, "test_documents")
+            seeds = tried.keys() & losses.keys()
+            differences.append(float(np.mean([tried[seed] - losses[seed] for seed in seeds])))
+            cells += [f"{factor:.3g}", f"{differences[-1]:+.3f}"]
+            pairs.append(str(len(seeds)))
+        rows.append([setting, *cells, ", ".join(dict.fromkeys(pairs))])
+    lean, ember = map(mean_of_settings, above.values())
+    rows.append(["mean", "", "", "", lean, "", ember, ""])
+    header = ["AdamW: factor", "L of test documents ↓", "LEAN: factor", "LEAN − AdamW"]
+    return Table(["setting", *header, "Ember: factor", "Ember − AdamW", "pairs"], rows)
 
 
 def with_documents() -> list[Line]:

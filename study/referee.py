@@ -290,14 +290,13 @@ def finalist(setting: str, arm: str) -> Line:
 
 
 def finalists(setting: str) -> list[Line]:
-    """AdamW, and what is compared with it, as far as it has runs."""
+    """AdamW, and what is compared with it at the earlier rates, as far as it has runs."""
     lines = [
         finalist(setting, "adamw 0 0.999"),
         finalist(setting, "lean2 0 0.99"),
         Line("LEAN, decay", "finals", f"{setting} lean2 0 0.99 decay=0.02"),
         Line("LEAN, free", "finals", f"{setting} lean2 0 0.99 free"),
         Line("AdamW, decay", "finals", f"{setting} adamw 0 0.999 decay=0.02"),
-        finalist(setting, "ember free"),
     ]
     return [line for line in lines if runs(line)]
 

@@ -5,27 +5,22 @@ leaves open is an error that asks, or is named in a warning.
 """
 
 import contextlib
-import difflib
-import fnmatch
-import functools
 import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from coupled_adam.optim.model_matrix import ModelMatrix, find_blocks, listed, matrices_of
+from coupled_adam.optim.named_parameters import Tables, matching, several
 from coupled_adam.optim.warn import warn
 
 Couple = Literal["both", "input", "output"]
-Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
-Tables = Parameters | Mapping[str, int]
 
 _GETTERS = {
     "get_input_embeddings": "input",
@@ -33,98 +28,6 @@ _GETTERS = {
     "get_output_embeddings": "output",
 }
 _VOCAB_SIZE = re.compile(r"(?!type_)(\w+_)?vocab_size")  # type_vocab_size counts segments
-# Words in the names of what may have V rows that are not tokens.
-_NO_TOKENS = re.compile(
-    "(pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
-    "type|segment|seg|class|label|cls|lang|row|column|patch|query|queries|bias|scale|"
-    "expert|router|gate|hash|codebook|code|quantizer|quantize|"
-    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix)s?"
-)
-# Words of which that is likely only.
-_MAYBE_NO_TOKENS = re.compile(
-    "(abs|rel|sin)?(pos|position|time|type|segment|seg)(emb|enc)?[a-z]*|(temporal|speaker)[a-z]*"
-)
-
-
-@dataclass(eq=False)
-class ModelMatrix:
-    """A parameter with two dimensions.
-
-    Attributes:
-        holders: the modules that hold it, two or more if it is tied; empty if they are not known.
-        blocks: the beginnings of its name that are blocks, such as ``layers.3.``.
-        sides: "input", "output" or both for a token embedding; empty for any other matrix.
-        vocab_dim: the dimension that indexes tokens.
-    """
-
-    name: str
-    parameter: Tensor
-    holders: list[nn.Module] = field(default_factory=list)
-    blocks: set[str] = field(default_factory=set)
-    sides: set[str] = field(default_factory=set)
-    vocab_dim: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name!r} {list(self.shape)}"
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and columns."""
-        return self.parameter.shape
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, if it is a token embedding."""
-        return self.shape[self.vocab_dim]
-
-    @functools.cached_property
-    def kinds(self) -> set[str]:
-        """The kinds of its holders: "table", "linear" or "hand-written"."""
-        return {_kind(module) for module in self.holders}
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether a table shares it with a module of another kind, as with a head."""
-        return self.kinds > {"table"}
-
-    @property
-    def has_sparse_gradients(self) -> bool:
-        """Whether all modules that hold it say so; a dense head of a tied matrix makes it dense."""
-        return self.kinds == {"table"} and all(m.sparse for m in self.holders)
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is an output embedding of tokens, and not tied to an input embedding."""
-        if self.sides:
-            return self.sides == {"output"}
-        # tables= names it, and what hand-written code stores as [H, V] follows the hidden states.
-        return "table" not in self.kinds and ("linear" in self.kinds or self.vocab_dim == 1)
-
-    @functools.cached_property
-    def may_embed_tokens(self) -> bool:
-        """Whether its name, or the class of a holder, allows it.
-
-        Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
-        """
-        return 1 not in self.shape and not any(map(_NO_TOKENS.fullmatch, self._words()))
-
-    @functools.cached_property
-    def is_doubtful(self) -> bool:
-        """Whether its name, or the class of a holder, rather speaks of something else."""
-        return any(map(_MAYBE_NO_TOKENS.fullmatch, self._words()))
-
-    def _words(self) -> list[str]:
-        # The end of the name only: what is further up describes the whole model.
-        names = " ".join([*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]])
-        # From GPTPosEmb and tok_emb to gpt, pos, emb, tok and emb.
-        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
-        return [word.lower() for word in words]
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "table"
-    return "linear" if isinstance(module, nn.Linear) else "hand-written"
 
 
 def embedding_parameters(
@@ -202,7 +105,7 @@ def find_embeddings(
             "to couple: leave one of the two out"
         )
     given = _given_sizes(vocab_size)
-    matrices = _matrices_of(model)
+    matrices = matrices_of(model)
     if tables is not None:
         coupled = _named_in_tables(model, matrices, tables, given or _configured_sizes(model))
     else:
@@ -215,57 +118,6 @@ def find_embeddings(
                 "couple out, or untie the two"
             )
     return coupled, [m for m in matrices if m.sides or "table" in m.kinds]
-
-
-def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
-    """All parameters with two dimensions, and the modules that hold them."""
-    named = model.named_parameters()
-    matrices: dict[Tensor, ModelMatrix] = {p: ModelMatrix(n, p) for n, p in named if p.dim() == 2}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            if p in matrices:
-                matrices[p].holders.append(module)
-        # It is then not known which of the vectors were matrices and should have weight decay.
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and weight.dim() < 2:
-            raise ValueError(
-                f"'{name}.weight' has the shape {list(weight.shape)}: it was flattened by a "
-                "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
-                "torch.distributed.fsdp.fully_shard"
-            )
-    # What may be a pipeline: an nn.Sequential, and the model itself.
-    modules = model.named_modules()
-    sequences = {"", *(name for name, module in modules if isinstance(module, nn.Sequential))}
-    _find_blocks(matrices.values(), sequences)
-    return list(matrices.values())
-
-
-def _find_blocks(matrices: Iterable[ModelMatrix], sequences: set[str] | None = None) -> None:
-    """Set ``blocks``: the items of lists around a layer.
-
-    What may also be a pipeline, whose stages differ, has blocks only if another item has a matrix
-    of the same name.
-
-    Args:
-        matrices: all matrices of a model.
-        sequences: the names of modules that may be pipelines; by default all may be.
-    """
-    # The items of a list that have a matrix of the same name, by what is before and after the
-    # item's number: ("layers", "mlp.weight") has those of layers.0.mlp.weight, layers.1.mlp.weight.
-    items: dict[tuple[str, str], list[tuple[ModelMatrix, str]]] = {}
-    for m in matrices:
-        components = m.name.split(".")
-        for i, component in enumerate(components[:-2]):  # not heads.0.weight
-            if component.isdigit():
-                before, item, after = (
-                    ".".join(x) for x in (components[:i], components[: i + 1], components[i + 1 :])
-                )
-                items.setdefault((before, after), []).append((m, f"{item}."))
-    # A list with one item is taken for a list of blocks, unless it may be a pipeline.
-    for (before, _), alike in items.items():
-        if len(alike) > 1 or not (sequences is None or before in sequences):
-            for m, item in alike:
-                m.blocks.add(item)
 
 
 def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
@@ -491,12 +343,6 @@ def _cannot_tell(matrices: list[ModelMatrix]) -> str:
     )
 
 
-def listed(matrices: list[ModelMatrix]) -> str:
-    """The names and shapes of the first five, for messages."""
-    more = f" and {len(matrices) - 5} more" if len(matrices) > 5 else ""
-    return ", ".join(map(str, matrices[:5])) + more
-
-
 def _named_in_tables(
     model: nn.Module, matrices: list[ModelMatrix], tables: Tables, sizes: set[int]
 ) -> list[ModelMatrix]:
@@ -504,8 +350,8 @@ def _named_in_tables(
     by_parameter = {m.parameter: m for m in matrices}
     parameters = dict(model.named_parameters(remove_duplicate=False))  # any name of a tied one
     dims: dict[ModelMatrix, int] = {}
-    for entry in _several(tables):
-        for name, p in _matching(parameters, entry, "tables").items():
+    for entry in several(tables):
+        for name, p in matching(parameters, entry, "tables").items():
             if p not in by_parameter:
                 raise ValueError(
                     f"tables={entry!r} matches {name!r} of shape {list(p.shape)}, which is not a "
@@ -537,48 +383,6 @@ def _vocab_dim(m: ModelMatrix, sizes: set[int]) -> int:
     )
 
 
-def resolve(parameters: Mapping[str, Tensor], entries: Parameters, argument: str) -> set[Tensor]:
-    """The parameters that modules, parameters, names and patterns refer to.
-
-    Args:
-        parameters: all parameters by their names.
-        entries: what refers to some of them.
-        argument: the name of the argument that ``entries`` is, for messages.
-
-    Raises:
-        ValueError: if an entry refers to none of the parameters.
-    """
-    several = _several(entries)
-    return {p for entry in several for p in _matching(parameters, entry, argument).values()}
-
-
-def _several(entries: Tables) -> Iterable[Any]:
-    return [entries] if isinstance(entries, nn.Module | Tensor | str) else entries
-
-
-def _matching(
-    parameters: Mapping[str, Tensor], entry: nn.Module | Tensor | str, argument: str
-) -> dict[str, Tensor]:
-    """All parameters that an entry of an argument refers to, by their names."""
-    if isinstance(entry, str):
-        matches = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
-    elif isinstance(entry, Tensor):
-        matches = {n: p for n, p in parameters.items() if p is entry}
-    else:
-        # tables= means the module's own matrix, without a head's bias; exclude= all below it.
-        is_for_tables = argument == "tables"
-        own = set(entry.parameters(not is_for_tables))
-        if is_for_tables:
-            own = {p for p in own if p.dim() == 2}
-        matches = {n: p for n, p in parameters.items() if p in own}
-    if not matches:
-        near = isinstance(entry, str) and difflib.get_close_matches(entry, parameters, 3, 0.3)
-        shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__}, which"
-        hint = f"did you mean {near}?" if near else "see model.named_parameters()"
-        raise ValueError(f"{argument}={shown} matches no parameter of the model: {hint}")
-    return matches
-
-
 def matrices_of_size(
     parameters: Iterable[tuple[str, Tensor]], vocab_size: int | Iterable[int]
 ) -> dict[Tensor, int]:
@@ -594,7 +398,7 @@ def matrices_of_size(
         ValueError: if there is none of a size, or more than a table and a head.
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
-    _find_blocks(matrices)
+    find_blocks(matrices)
     possible = [m for m in matrices if m.may_embed_tokens and not m.blocks]
     vocab_dims: dict[Tensor, int] = {}
     doubtful: list[ModelMatrix] = []

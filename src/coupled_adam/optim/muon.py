@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from coupled_adam.optim.conversion import State
 from coupled_adam.optim.coupled_adam import CoupledAdamW, Tensors
-from coupled_adam.optim.find_embeddings import Parameters, resolve
+from coupled_adam.optim.named_parameters import Parameters, resolve
 from coupled_adam.optim.options import Group, check_options, is_muons
 from coupled_adam.optim.param_groups import (
     Embeddings,

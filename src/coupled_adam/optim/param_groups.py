@@ -6,16 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from coupled_adam.optim.find_embeddings import (
-    Couple,
-    Parameters,
-    Tables,
-    find_embeddings,
-    listed,
-    matrices_of_size,
-    resolve,
-)
+from coupled_adam.optim.find_embeddings import Couple, find_embeddings, matrices_of_size
 from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
+from coupled_adam.optim.model_matrix import listed
+from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
 from coupled_adam.optim.options import (
     OPTIONS,
     Group,

@@ -743,6 +743,17 @@ def _final_rates() -> dict[str, Entry]:
     }
 
 
+def _small_batches() -> dict[str, Entry]:
+    """LEAN with an exponent of 0.5 in small batches, at the rates of the finals."""
+    return {
+        f"{name} lean2 0 0.99 a=0.5 {times}": _final(
+            FINAL_SETTINGS[name], "lean2 0 0.99", multiple, row_exponent=0.5
+        )
+        for name in ("1k", "512")
+        for times, multiple in {"x1": 1.0, **RATES_BESIDE}.items()
+    }
+
+
 def _first_page() -> dict[str, Entry]:
     """The README's lines, at the core's betas of torch and at those of most published recipes."""
     lines = {
@@ -962,6 +973,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "screening": _screening(),
     "finals": _finals(),
     "final_rates": _final_rates(),
+    "small_batches": _small_batches(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -978,6 +990,7 @@ SECOND_EDITION = (
     "geometric",
     "muon_tables",
     "screening",
+    "small_batches",
 )
 """Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
 
@@ -1006,6 +1019,7 @@ UNFINISHED = (
     "row_moments",
     "screening",
     "settings",
+    "small_batches",
     "width",
 )
 """Questions that have no result yet, or not with all names and seeds."""

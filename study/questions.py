@@ -729,7 +729,7 @@ def _finals() -> dict[str, Entry]:
     return entries
 
 
-RATES_BESIDE = {"x0.5": 0.5, "x0.71": 2**-0.5, "x1.4": 2**0.5, "x2": 2.0}
+RATES_BESIDE = {"x0.5": 0.5, "x0.71": 2**-0.5, "x1.4": 2**0.5, "x2": 2.0, "x2.8": 2**1.5}
 """What the factors of the finals are multiplied with, as far as it is needed to find the best."""
 
 

@@ -1,7 +1,9 @@
 """The verdict on the rule for the embeddings' rate, by what was written down on its page."""
 
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -13,7 +15,14 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.rendering.tables import Table
 
-from .questions import MULTIPLES, QUESTIONS, RATE_SETTINGS, SECOND_EDITION, rate_rule
+from .questions import (
+    FINAL_SETTINGS,
+    MULTIPLES,
+    QUESTIONS,
+    RATE_SETTINGS,
+    SECOND_EDITION,
+    rate_rule,
+)
 from .rows import Line, by_seed
 from .run import recipe_of
 
@@ -178,7 +187,7 @@ FACTORS: dict[str, Callable[[Setting], float]] = {
 """What is compared in the table of costs: the rule, and the constants."""
 
 
-def costs() -> Table:
+def costs(settings: Callable[[], list[Setting]]) -> Table:
     """What the rule and two constants cost LEAN in each setting, on average and at most."""
     rows, all_costs = [], []
     for setting in settings():
@@ -193,6 +202,36 @@ def costs() -> Table:
         rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
     header = ["setting", "seeds", "best of those tried", "factor of the rule"]
     return Table([*header, "cost of the rule", "of a constant 2", "of a constant 16"], rows)
+
+
+def settings_of_the_finals() -> list[Setting]:
+    """Those in which LEAN's second edition has run at two rates and more, in their order."""
+    made = []
+    for name, final in FINAL_SETTINGS.items():
+        losses: dict[int, dict[float, float]] = {}
+        for question in ("finals", "final_rates"):
+            for run, entry in QUESTIONS[question].items():
+                if re.fullmatch(rf"{re.escape(name)} lean2 0 0\.99( x\S+)?", run):
+                    for seed, loss in by_seed(Line("", question, run), "valid_loss").items():
+                        losses.setdefault(seed, {})[entry.arm["lr_factor"]] = loss
+        several = {seed: by_factor for seed, by_factor in losses.items() if len(by_factor) > 1}
+        if several:
+            made.append(Setting(name, final.overrides["training.steps"], several))
+    return made
+
+
+def fitted_anew() -> tuple[float, float]:
+    """C and the cap of C / steps that cost least in every other one of these settings."""
+    fitted = settings_of_the_finals()[::2]
+    tried = itertools.product(
+        (15_000 * 2 ** (n / 2) for n in range(-2, 3)), (2 ** (n / 2) for n in range(7, 11))
+    )
+
+    def cost(constants: tuple[float, float]) -> float:
+        c, cap = constants
+        return sum(x.cost(min(cap, max(1.0, c / x.steps))) for x in fitted)
+
+    return min(tried, key=cost)
 
 
 RIVALS: dict[str, Callable[[Recipe], float]] = {

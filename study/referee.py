@@ -332,7 +332,8 @@ def at_best_rate(setting: str, arm: str) -> tuple[float, Line]:
     """The factor with the lowest validation loss with the first seed, and its runs."""
     factor = FINAL_SETTINGS[setting].earlier[arm].factor
     tried = {factor: finalist(setting, arm)}
-    for times, multiple in RATES_BESIDE.items():
+    # After 9,768 steps there are five seeds at it, and a single run beside it for the rule alone.
+    for times, multiple in RATES_BESIDE.items() if setting != "9768 steps" else ():
         beside = Line(FINAL_LABELS[arm], "final_rates", f"{setting} {arm} {times}")
         if runs(beside):
             tried[factor * multiple] = beside

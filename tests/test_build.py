@@ -65,7 +65,8 @@ def test_source_distribution(source):
     held = {path.name for path in source.iterdir()}
     assert held >= {"src", "tests", "docs", "examples", "study", "benchmarks", "constraints.txt"}
     assert not list(source.rglob("*.so"))
-    assert source.with_name(f"{source.name}.tar.gz").stat().st_size < 5e6
+    # Two thirds are the study's results and the pictures, which grow by a few kilobytes a run.
+    assert source.with_name(f"{source.name}.tar.gz").stat().st_size < 6e6
 
 
 @pytest.mark.skipif(

@@ -924,7 +924,7 @@ def test_what_the_rule_costs_the_second_edition():
     average, most = np.mean([*usual.values()]), max(usual.values())
     smallest = costs[[*FINAL_SETTINGS].index("512")][0]
     said("costs # of validation loss on average, and # at most", average, most, page=README)
-    said("In steps of 512 tokens it costs #, where", smallest, page=README)
+    said("In steps of 512 tokens it costs #:", smallest, page=README)
     said(
         "validation loss was # above that of the best factor on average, and # at most",
         average,
@@ -946,6 +946,10 @@ def test_what_the_rule_costs_the_second_edition():
     longer = ("final_rates", "9768 steps lean2 0 0.99 x2"), ("finals", "9768 steps lean2 0 0.99")
     (change,) = differences(*longer)
     said("at twice the factor is # lower than", -change, page=RATE)
+    beside_muon = [seeds("muon_tables", f"lean f={f}", "valid")[51] for f in (16, 4)]
+    above = -np.diff(beside_muon)[0]
+    assert above > 0.03
+    said("next to it, the validation loss is # above its lowest", above, page=RATE)
     # Constants fitted anew to every other setting
     names = [name for name in FINAL_SETTINGS if name != "9768 steps"]
     anew = fitted_anew()

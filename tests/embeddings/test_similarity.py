@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import math
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -139,9 +140,10 @@ def test_what_is_no_set(tmp_path):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match=r"MEN_dataset_lemma_form_full, rw\.txt, SimLex-999"):
             read_word_similarity(folder)
-    (tmp_path / "rw.txt").write_text("\n")
-    with pytest.raises(ValueError, match=r"rw\.txt contains no pairs"):
-        read_word_similarity(tmp_path)
+    for blank in ["", *(c for c in map(chr, range(sys.maxunicode)) if c.isspace()), ",", " ;"]:
+        (tmp_path / "rw.txt").write_text(f"{blank}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"rw\.txt contains no pairs"):
+            read_word_similarity(tmp_path)
     (tmp_path / "rw.txt").write_bytes(b"caf\xe9\tbar\t5.0\n")
     with pytest.raises(ValueError, match=r"rw\.txt: not UTF-8 text \(byte 3\)"):
         read_word_similarity(tmp_path)

@@ -255,7 +255,7 @@ def _read(path: Path) -> WordSimilaritySet:
         lines = read_text(path, "utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip(" \t,;")]
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if re.search(r"[^\s,;]", line)]
     comments = [line.lstrip("# ") for _, line in numbered if line.startswith("#")]
     numbered = [(n, line) for n, line in numbered if not line.startswith("#")]
     # The first line shows what separates the fields; without a sign it is spaces.

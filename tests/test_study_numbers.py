@@ -144,14 +144,15 @@ def _fill(request):
 
 
 def said(sentence, *expected, page=COMPARISONS):
-    """Assert that a page has a sentence with these numbers at each #; ... is any text.
+    """Assert that a page has a sentence once, with these numbers at each #; ... is any text.
 
     With --fill they are written there, with as many digits and signs as it has.
     """
     pattern = re.escape(sentence).replace(r"\#", r"([-+]?\d+(?:\.\d+)?)").replace(r"\ ", r"\s+")
     text = (ROOT / page).read_text(encoding="utf-8")
-    match = re.search(pattern.replace(r"\.\.\.", ".*?"), text, re.S)
-    assert match, f"{page} does not say: {sentence}"
+    matches = [*re.finditer(pattern.replace(r"\.\.\.", ".*?"), text, re.S)]
+    assert len(matches) == 1, f"{page} says it {len(matches)} times: {sentence}"
+    (match,) = matches
     assert len(match.groups()) == len(expected)
     if said.fills:
         filled = text
@@ -174,6 +175,10 @@ def test_filling(tmp_path, monkeypatch):
     monkeypatch.setattr(said, "fills", True)
     said("It is # lower, and # ... # %", 0.123, 7.4, 12.34, page="page.md")
     assert (tmp_path / "page.md").read_text() == "It is 0.12 lower,\nand +7 or 12.3 % at most.\n"
+    # Which of two such sentences is meant could not be told.
+    (tmp_path / "page.md").write_text("It is 1 lower.\nIt is 2 lower.\n")
+    with pytest.raises(AssertionError, match="says it 2 times"):
+        said("It is # lower", 3, page="page.md")
 
 
 # --- tables ---
@@ -830,7 +835,8 @@ def test_what_the_page_on_the_rule_concludes():
     assert len(adamw) >= 12
     each = differences(("rate_rule", "150 steps lean x1"), ("rate_rule", "150 steps lean x2"))
     said(
-        "is # above the one at twice of it (three seeds: #, # and #)",
+        "parameters, the loss at the rule's factor is # above the one at twice of it (three seeds: "
+        "#, # and #). LEAN",
         np.mean(each),
         *each,
         page=RATE,
@@ -1537,7 +1543,7 @@ def test_practice():
     }
     for label, names in expected.items():
         values = [mean(*name, value) for name in names for value in ("valid", "mean")]
-        said(f"| {label} | ... | # | # | # | # |", *values, page=PRACTICE)
+        said(f"\n| {label} | ... | # | # | # | # |", *values, page=PRACTICE)
         for question, name in names:
             five = question in ("betas_longer", "one_pass_longer")
             assert len(seeds(question, name)) == (5 if five else 3)

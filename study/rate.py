@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -23,6 +22,7 @@ from .questions import (
     SECOND_EDITION,
     rate_rule,
 )
+from .referee import at_rates
 from .rows import Line, by_seed
 from .run import recipe_of
 
@@ -209,11 +209,9 @@ def settings_of_the_finals() -> list[Setting]:
     made = []
     for name, final in FINAL_SETTINGS.items():
         losses: dict[int, dict[float, float]] = {}
-        for question in ("finals", "final_rates"):
-            for run, entry in QUESTIONS[question].items():
-                if re.fullmatch(rf"{re.escape(name)} lean2 0 0\.99( x\S+)?", run):
-                    for seed, loss in by_seed(Line("", question, run), "valid_loss").items():
-                        losses.setdefault(seed, {})[entry.arm["lr_factor"]] = loss
+        for factor, line in at_rates(name, "lean2 0 0.99").items():
+            for seed, loss in by_seed(line, "valid_loss").items():
+                losses.setdefault(seed, {})[factor] = loss
         several = {seed: by_factor for seed, by_factor in losses.items() if len(by_factor) > 1}
         if several:
             made.append(Setting(name, final.overrides["training.steps"], several))

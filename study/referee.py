@@ -328,18 +328,25 @@ def finals_table(measure: str) -> Table:
     return Table(["setting", baseline.label, *above, "pairs"], rows)
 
 
-def at_best_rate(setting: str, arm: str) -> tuple[float, Line]:
-    """The factor with the lowest validation loss with the first seed, and its runs."""
+def at_rates(setting: str, arm: str) -> dict[float, Line]:
+    """One of :data:`FINAL_ARMS` at all factors that have runs, the earlier one first."""
     factor = FINAL_SETTINGS[setting].earlier[arm].factor
     tried = {factor: finalist(setting, arm)}
-    # After 9,768 steps there are five seeds at it, and a single run beside it for the rule alone.
-    for times, multiple in RATES_BESIDE.items() if setting != "9768 steps" else ():
+    for times, multiple in RATES_BESIDE.items():
         beside = Line(FINAL_LABELS[arm], "final_rates", f"{setting} {arm} {times}")
         if runs(beside):
             tried[factor * multiple] = beside
-    losses = {key: by_seed(line, "valid_loss") for key, line in tried.items()}
-    seed = min(losses[factor])
-    return min(tried.items(), key=lambda entry: losses[entry[0]][seed])
+    return tried
+
+
+def at_best_rate(setting: str, arm: str) -> tuple[float, Line]:
+    """The factor with the lowest validation loss with the first seed, and its runs."""
+    earlier, *beside = at_rates(setting, arm).items()
+    # After 9,768 steps there are five seeds at it, and a single run beside it for the rule alone.
+    if setting == "9768 steps":
+        return earlier
+    seed = min(by_seed(earlier[1], "valid_loss"))
+    return min([earlier, *beside], key=lambda entry: by_seed(entry[1], "valid_loss")[seed])
 
 
 def final_rates_table() -> Table:
@@ -352,9 +359,6 @@ def final_rates_table() -> Table:
         cells = [f"{factor:.3g}", shorthand([*losses.values()], 3)]
         pairs = []
         for arm, differences in above.items():
-            if not runs(finalist(setting, arm)):
-                cells += ["", ""]
-                continue
             factor, line = at_best_rate(setting, arm)
             tried = by_seed(line, "test_documents")
             seeds = tried.keys() & losses.keys()

@@ -128,7 +128,7 @@ def test_a_trainer_that_makes_its_own_optimizer(trainer_class, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({"max_steps": 1500}, 1500), ({"max_steps": -1, "num_train_epochs": 500}, 3000)],
+    [({"max_steps": 2500}, 2500), ({"max_steps": -1, "num_train_epochs": 500}, 3000)],
 )
 @pytest.mark.parametrize("in_text", [False, True])
 def test_auto_steps(options, steps, in_text, tmp_path):
@@ -147,8 +147,8 @@ def test_auto_steps(options, steps, in_text, tmp_path):
     use_coupled_adam(trainer, **({} if in_text else {"embeddings": "lean", "steps": "auto"}))
     trainer.train()
     (coupled,) = (g for g in trainer.optimizer.param_groups if g["coupled"])
-    assert coupled["initial_lr_factor"] == 15_000 / steps
-    assert {"embedding_lr_factor": 15_000 / steps}.items() <= trainer.state.log_history[0].items()
+    assert coupled["initial_lr_factor"] == 30_000 / steps
+    assert {"embedding_lr_factor": 30_000 / steps}.items() <= trainer.state.log_history[0].items()
 
 
 def test_auto_steps_of_an_unknown_number(tmp_path):

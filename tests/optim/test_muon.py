@@ -342,7 +342,7 @@ def test_a_schedule_that_reads_the_defaults():
 
 
 def test_the_number_of_steps_chooses_leans_rate():
-    """Relative to ``adam_lr``, of a model and of its parameters."""
+    """Relative to ``adam_lr``, of a model and of its parameters: half of that without Muon."""
     options = {"adam_lr": 1e-3, "embeddings": "lean", "steps": 2400}
     named = decoder(tied=True).named_parameters()
     for optimizer in (
@@ -352,6 +352,9 @@ def test_the_number_of_steps_chooses_leans_rate():
         (group,) = (g for g in optimizer.param_groups if g["coupled"])
         assert group["lr"] == pytest.approx(6.25e-3)
         assert group["lr_factor_from"] == "steps=2400"
+    for steps, factor in ((600, 16), (2400, 6.25), (20_000, 1)):
+        groups = param_groups(decoder(tied=True), "lean", steps=steps, beside_muon=True)
+        assert groups[-1]["lr_factor"] == factor
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_factor_and_a_rate():
 
 
 @pytest.mark.parametrize(
-    ("steps", "factor"), [(1, 16.0), (600, 16.0), (1200, 12.5), (10_000, 1.5), (10**6, 1.0)]
+    ("steps", "factor"), [(1, 16.0), (1200, 16.0), (2400, 12.5), (10_000, 3.0), (10**6, 1.0)]
 )
 def test_steps_choose_leans_rate(steps, factor):
     """And say so in print and in a checkpoint, whose factor stays when it is loaded."""
@@ -227,6 +227,7 @@ STEPS_ERRORS = [
     (lambda: CoupledAdamW(param_groups(model(), "lean"), steps=10), r"param_groups\(model, 'lean'"),
     (lambda: CoupledAdamW(frozen(), embeddings="lean", steps=10), "steps=10 has no effect.*frozen"),
     (lambda: MuonWithCoupledAdam(model(), steps=10), "steps=10 is for embeddings='lean'"),
+    (lambda: param_groups(model(), "lean", beside_muon=True), "beside_muon=True .*: pass steps="),
 ]
 
 

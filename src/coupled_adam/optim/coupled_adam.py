@@ -104,6 +104,8 @@ class CoupledAdam(torch.optim.Adam):
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = OPTIONS
 
+    _beside_muon = False  # LEAN's rate depends on it
+
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
         _accelerator_graph_capture_health_check = (
@@ -157,7 +159,9 @@ class CoupledAdam(torch.optim.Adam):
                 "'lean', steps=...)"
             )
         # 2. The options, and whether each of them has an effect
-        coupled_options = embedding_options(embeddings or "coupled", steps)
+        coupled_options = embedding_options(
+            embeddings or "coupled", steps, beside_muon=self._beside_muon
+        )
         coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)

@@ -21,11 +21,12 @@ is 2 without it; ``embeddings=LEAN | {"lr_factor": 4}`` sets it.
 """
 
 
-def lean_lr_factor(steps: int) -> float:
+def lean_lr_factor(steps: int, *, beside_muon: bool = False) -> float:
     """LEAN's learning rate in a training of so many steps, relative to the other parameters'.
 
-    It is 15,000 / steps, at least 1 and at most 16. docs/study/rate.md has the trainings that this
-    was read from, and how far it is from the best factor of others.
+    It is 30,000 / steps, and 15,000 / steps where Muon updates the hidden matrices, at least 1 and
+    at most 16. docs/study/rate.md has the trainings that this was read from, and how far it is from
+    the best factor of others.
 
     Raises:
         ValueError: if ``steps`` is not a positive whole number.
@@ -35,4 +36,4 @@ def lean_lr_factor(steps: int) -> float:
             f"Invalid steps: {steps!r} (a positive whole number: the optimizer steps of the whole "
             "training)"
         )
-    return min(16.0, max(1.0, 15_000 / int(steps)))
+    return min(16.0, max(1.0, (15_000 if beside_muon else 30_000) / int(steps)))

@@ -49,7 +49,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
             another one, Muon's is larger or smaller to the same extent.
         embeddings: how the token embeddings are updated, as in
             :func:`coupled_adam.param_groups`; ``lr_factor`` is here relative to ``adam_lr``.
-        vocab_size, steps: as in :class:`CoupledAdamW`.
+        vocab_size: as in :class:`CoupledAdamW`.
+        steps: likewise; the rate is lower than without Muon (``beside_muon`` there).
         weight_decay: the weight decay of matrices other than embeddings.
         momentum, nesterov, ns_coefficients, ns_steps: as in :class:`torch.optim.Muon`.
         ns_eps: what is ``eps`` in :class:`torch.optim.Muon`.
@@ -71,6 +72,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
         >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings={"lr_factor": 4})
         >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
+
+    _beside_muon = True
 
     def __init__(
         self,
@@ -121,7 +124,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
         others: set[Tensor] = set()
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-            made = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
+            groups |= {"vocab_size": vocab_size, "steps": steps}
+            made = param_groups(params, embeddings, beside_muon=steps is not None, **groups)
             # Hidden matrices have the optimizer's weight decay, and all others one of their own.
             others = {p for group in made if "weight_decay" in group for p in group["params"]}
             names = dict(params.named_parameters(remove_duplicate=False))

@@ -57,6 +57,7 @@ def param_groups(
     embeddings: Embeddings = "coupled",
     *,
     steps: int | None = None,
+    beside_muon: bool = False,
     head_lr: float | None = None,
     weight_decay: float | None = None,
     embedding_weight_decay: float = 0.0,
@@ -87,6 +88,7 @@ def param_groups(
         steps: the number of optimizer steps of the whole training, from which LEAN's ``lr_factor``
             follows (:func:`lean_lr_factor`). It is for training from scratch: finetuning wants
             other factors.
+        beside_muon: whether Muon updates the hidden matrices; ``steps`` chooses a lower rate then.
         head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
             coupled or not, instead of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
@@ -113,10 +115,10 @@ def param_groups(
         TypeError: as in :func:`embedding_parameters`.
         ValueError: for an unknown name or option in ``embeddings``; for ``steps`` that are not a
             positive whole number, beside a rate of the embeddings, without LEAN, or where nothing
-            is coupled; for a ``head_lr`` where there is no head or it is tied; if an entry of
-            ``exclude`` matches no parameter; if a table has ``sparse=True`` and the options of
-            ``embeddings`` would move rows without a gradient; or as in
-            :func:`embedding_parameters`.
+            is coupled; for ``beside_muon`` without ``steps``; for a ``head_lr`` where there is no
+            head or it is tied; if an entry of ``exclude`` matches no parameter; if a table has
+            ``sparse=True`` and the options of ``embeddings`` would move rows without a gradient; or
+            as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
@@ -128,7 +130,9 @@ def param_groups(
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     # 1. The options, checked before the model is searched
-    options = embedding_options(embeddings, steps)
+    if beside_muon and steps is None:
+        raise ValueError(f"{beside_muon=} changes what steps= chooses: pass steps=, too")
+    options = embedding_options(embeddings, steps, beside_muon=beside_muon)
     given = {
         "head_lr": head_lr,
         "weight_decay": weight_decay,
@@ -210,7 +214,9 @@ def is_vector(name: str, p: Tensor) -> bool:
     return p.dim() < 2 or name.split(".")[-1] == "bias" or 1 in p.shape
 
 
-def embedding_options(embeddings: Embeddings, steps: int | None = None) -> dict[str, Any]:
+def embedding_options(
+    embeddings: Embeddings, steps: int | None = None, *, beside_muon: bool = False
+) -> dict[str, Any]:
     """The options of coupled matrices that a name or a mapping stands for.
 
     Raises:
@@ -236,7 +242,7 @@ def embedding_options(embeddings: Embeddings, steps: int | None = None) -> dict[
         raise ValueError(f"embeddings={dict(named)}: leave out one of lr and lr_factor")
     # The rate: given, by the number of steps, or LEAN's default
     if steps is not None:
-        by_steps = lean_lr_factor(steps)
+        by_steps = lean_lr_factor(steps, beside_muon=beside_muon)
         if "lr" in named or named.get("lr_factor") is not None:
             raise ValueError(
                 f"steps={steps} says the embeddings' learning rate, and so does "

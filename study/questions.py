@@ -754,6 +754,18 @@ def _small_batches() -> dict[str, Entry]:
     }
 
 
+def _fewest_steps() -> dict[str, Entry]:
+    """LEAN's second edition at the cap of its rule for the rate, and above."""
+    options, variant = FINAL_ARMS["lean2 0 0.99"]
+    return {
+        f"{setting} lean2 0 0.99 x{multiple}": Entry(
+            {**options, "lr_factor": 16.0 * multiple}, RATE_SETTINGS[setting], variant
+        )
+        for setting in ("150 steps", "300 steps")
+        for multiple in (1, 2, 4)
+    }
+
+
 def _first_page() -> dict[str, Entry]:
     """The README's lines, at the core's betas of torch and at those of most published recipes.
 
@@ -979,6 +991,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "finals": _finals(),
     "final_rates": _final_rates(),
     "small_batches": _small_batches(),
+    "fewest_steps": _fewest_steps(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -989,6 +1002,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
 SECOND_EDITION = (
+    "fewest_steps",
     "final_rates",
     "finals",
     "first_page",
@@ -1005,6 +1019,7 @@ ON_A_GPU = ("10M",)
 UNFINISHED = (
     "10M",
     "ember_and_free",
+    "fewest_steps",
     "final_rates",
     "finals",
     "first_page",

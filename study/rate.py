@@ -12,6 +12,7 @@ import torch
 
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.optim.lean import lean_lr_factor
 from coupled_adam.rendering.tables import Table
 
 from .questions import (
@@ -179,29 +180,36 @@ def settings() -> list[Setting]:
     return sorted(made, key=lambda setting: (setting.steps, setting.label))
 
 
-FACTORS: dict[str, Callable[[Setting], float]] = {
-    "rule": lambda setting: rate_rule(setting.steps),
-    "2": lambda _: 2.0,
-    "16": lambda _: 16.0,
+TESTED: dict[str, Callable[[int], float]] = {"15,000 / steps": rate_rule}
+"""The rule that was tested with LEAN's first edition."""
+SHIPPED: dict[str, Callable[[int], float]] = {"30,000 / steps": lean_lr_factor, **TESTED}
+"""The rule that `steps=` follows, and its predecessor."""
+CONSTANTS: dict[str, Callable[[int], float]] = {
+    "a constant 2": lambda _: 2.0,
+    "a constant 16": lambda _: 16.0,
 }
-"""What is compared in the table of costs: the rule, and the constants."""
 
 
-def costs(settings: Callable[[], list[Setting]]) -> Table:
-    """What the rule and two constants cost LEAN in each setting, on average and at most."""
+def costs(
+    settings: Callable[[], list[Setting]], rules: Mapping[str, Callable[[int], float]]
+) -> Table:
+    """What rules and two constants cost LEAN in each setting, on average and at most.
+
+    The table has the factor of the first rule, too.
+    """
     rows, all_costs = [], []
+    compared = {**rules, **CONSTANTS}
+    first, *_ = compared
     for setting in settings():
-        cost = [setting.cost(of(setting)) for of in FACTORS.values()]
+        cost = [setting.cost(factor(setting.steps)) for factor in compared.values()]
         all_costs.append(cost)
+        shown = [f"{setting.best:.3g}", f"{compared[first](setting.steps):.3g}"]
         seeds = str(len(setting.losses))
-        rule = f"{FACTORS['rule'](setting):.3g}"
-        rows.append(
-            [setting.label, seeds, f"{setting.best:.3g}", rule, *map("{:.3f}".format, cost)]
-        )
+        rows.append([setting.label, seeds, *shown, *map("{:.3f}".format, cost)])
     for name, of in (("on average", np.mean), ("at most", np.max)):
         rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
-    header = ["setting", "seeds", "best of those tried", "factor of the rule"]
-    return Table([*header, "cost of the rule", "of a constant 2", "of a constant 16"], rows)
+    header = ["setting", "seeds", "best of those tried", first, f"cost of {first}"]
+    return Table([*header, *(f"of {name}" for name in [*compared][1:])], rows)
 
 
 def settings_of_the_finals() -> list[Setting]:

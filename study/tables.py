@@ -743,8 +743,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "muon_tables": _tables_beside_muon,
     "hashed_bigrams": _hashed_bigrams,
     "rate": rate.table,
-    "rate_costs": partial(rate.costs, rate.settings),
-    "rate_costs_second": partial(rate.costs, rate.settings_of_the_finals),
+    "rate_costs": partial(rate.costs, rate.settings, rate.TESTED),
+    "rate_costs_second": partial(rate.costs, rate.settings_of_the_finals, rate.SHIPPED),
 }
 
 

@@ -19,7 +19,10 @@ options = parser.parse_args()
 model = small_gpt2()
 # One learning rate suits both: Muon's updates are scaled to the size of AdamW's.
 embeddings = "coupled" if options.embeddings == "adamw" else options.embeddings
-optimizer = MuonWithCoupledAdam(model, lr=3e-3, betas=(0.9, 0.95), embeddings=embeddings)
+steps = options.steps if embeddings == "lean" else None  # LEAN's rate follows from it
+optimizer = MuonWithCoupledAdam(
+    model, lr=3e-3, betas=(0.9, 0.95), embeddings=embeddings, steps=steps
+)
 if options.embeddings == "adamw":  # for comparison
     for group in optimizer.param_groups:
         group["coupled"] = False

@@ -23,7 +23,9 @@ options = parser.parse_args()
 
 model = small_gpt2()
 # Finds the token embeddings; biases, norms and embeddings do not decay.
-groups = param_groups(model, "coupled" if options.optimizer == "adamw" else options.optimizer)
+embeddings = "coupled" if options.optimizer == "adamw" else options.optimizer
+steps = options.steps if embeddings == "lean" else None  # LEAN's rate follows from it
+groups = param_groups(model, embeddings, steps=steps)
 print(groups)
 optimizer_class = torch.optim.AdamW if options.optimizer == "adamw" else CoupledAdamW
 optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

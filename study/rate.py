@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -151,8 +151,8 @@ _USUAL = {"model.n_embd": 64, "model.n_layer": 2, "training.lr": 5e-3}
 
 def settings() -> list[Setting]:
     """All settings in which LEAN's first edition has run at two rates and more, by their steps."""
-    found: dict[str, dict[int, dict[float, float]]] = {}
-    overrides_of: dict[str, Mapping[str, Any]] = {}
+    lines: dict[str, list[tuple[float, Line]]] = {}
+    steps_of: dict[str, int] = {}
     for question, entries in QUESTIONS.items():
         for name, entry in entries.items():
             is_lean = f" {name}".find(" lean ") >= 0 and " free " not in name
@@ -168,16 +168,43 @@ def settings() -> list[Setting]:
             # The overrides that change the model come first, in the order of the names.
             words = [shown[key] for key in (*_NAMES, "schedule", "text") if key in shown]
             label = ", ".join([f"{entry.overrides['training.steps']:,} steps", *words])
-            overrides_of[label] = entry.overrides
-            losses = by_seed(Line("", question, name), "valid_loss")
-            for seed, loss in losses.items():
-                found.setdefault(label, {}).setdefault(seed, {})[entry.arm["lr_factor"]] = loss
-    made = []
-    for label, by_seed_and_factor in found.items():
-        several = {seed: x for seed, x in by_seed_and_factor.items() if len(x) > 1}
-        if several:
-            made.append(Setting(label, overrides_of[label]["training.steps"], several))
+            steps_of[label] = entry.overrides["training.steps"]
+            lines.setdefault(label, []).append((entry.arm["lr_factor"], Line("", question, name)))
+    made = _settings(steps_of, lines)
     return sorted(made, key=lambda setting: (setting.steps, setting.label))
+
+
+def settings_of_the_finals() -> list[Setting]:
+    """Those in which LEAN's second edition has run at two rates and more, in their order."""
+    steps_of = {name: final.overrides["training.steps"] for name, final in FINAL_SETTINGS.items()}
+    return _settings(steps_of, {name: at_rates(name, "lean2 0 0.99").items() for name in steps_of})
+
+
+def settings_of_the_second_edition() -> list[Setting]:
+    """Those of the fewest steps, and of the finals."""
+    lines: dict[str, list[tuple[float, Line]]] = {}
+    for name, entry in QUESTIONS["fewest_steps"].items():
+        label = name.partition(" lean2 ")[0]
+        line = Line("", "fewest_steps", name)
+        lines.setdefault(label, []).append((entry.arm["lr_factor"], line))
+    steps_of = {label: RATE_SETTINGS[label]["training.steps"] for label in lines}
+    return [*_settings(steps_of, lines), *settings_of_the_finals()]
+
+
+def _settings(
+    steps_of: Mapping[str, int], lines: Mapping[str, Iterable[tuple[float, Line]]]
+) -> list[Setting]:
+    """Those in which a seed has run at two rates and more, of runs with their factors by label."""
+    made = []
+    for label, steps in steps_of.items():
+        losses: dict[int, dict[float, float]] = {}
+        for factor, line in lines[label]:
+            for seed, loss in by_seed(line, "valid_loss").items():
+                losses.setdefault(seed, {})[factor] = loss
+        several = {seed: by_factor for seed, by_factor in losses.items() if len(by_factor) > 1}
+        if several:
+            made.append(Setting(label, steps, several))
+    return made
 
 
 TESTED: dict[str, Callable[[int], float]] = {"15,000 / steps": rate_rule}
@@ -210,20 +237,6 @@ def costs(
         rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
     header = ["setting", "seeds", "best of those tried", first, f"cost of {first}"]
     return Table([*header, *(f"of {name}" for name in [*compared][1:])], rows)
-
-
-def settings_of_the_finals() -> list[Setting]:
-    """Those in which LEAN's second edition has run at two rates and more, in their order."""
-    made = []
-    for name, final in FINAL_SETTINGS.items():
-        losses: dict[int, dict[float, float]] = {}
-        for factor, line in at_rates(name, "lean2 0 0.99").items():
-            for seed, loss in by_seed(line, "valid_loss").items():
-                losses.setdefault(seed, {})[factor] = loss
-        several = {seed: by_factor for seed, by_factor in losses.items() if len(by_factor) > 1}
-        if several:
-            made.append(Setting(name, final.overrides["training.steps"], several))
-    return made
 
 
 def fitted_anew() -> tuple[float, float]:

@@ -744,7 +744,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "hashed_bigrams": _hashed_bigrams,
     "rate": rate.table,
     "rate_costs": partial(rate.costs, rate.settings, rate.TESTED),
-    "rate_costs_second": partial(rate.costs, rate.settings_of_the_finals, rate.SHIPPED),
+    "rate_costs_second": partial(rate.costs, rate.settings_of_the_second_edition, rate.SHIPPED),
 }
 
 

@@ -69,8 +69,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
             of range.
 
     Examples:
-        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings={"lr_factor": 4})
-        >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings="lean", steps=10_000)
+        >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     """
 
     _beside_muon = True

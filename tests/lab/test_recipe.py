@@ -266,6 +266,18 @@ def test_lean_is_the_optimizers_lean():
     assert {g["betas"] for g in optimizer.param_groups if g is not group} == {(0.9, 0.95)}
 
 
+@pytest.mark.parametrize("length", [{"steps": 5000}, {"steps": None, "tokens": 5000 * 2048}])
+def test_the_length_of_a_run_chooses_leans_rate(length):
+    """Whether it is given as steps or as tokens."""
+    values = {"arms": {"lean": {"optimizer": "lean"}}}
+    values |= {f"training.{name}": value for name, value in length.items()}
+    recipe = override(load_recipe("tiny"), values)
+    assert recipe.steps == 5000
+    groups = recipe.arms["lean"].build_optimizer(build_model(recipe), recipe.training).param_groups
+    assert groups[-1]["lr"] == 6 * recipe.training.lr
+    assert groups[-1]["lr_factor_from"] == "steps=5000"
+
+
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("decay_positions", [True, False])
 def test_muon_has_the_hidden_matrices(coupled, decay_positions):

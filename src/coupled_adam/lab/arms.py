@@ -174,7 +174,7 @@ class LeanArm(_ArmWithBetas):
         from coupled_adam import LEAN, CoupledAdamW
 
         options = self.for_embeddings(training, LEAN["betas"])
-        steps = training.steps if self.lr_factor is None else None
+        steps = training.total_steps if self.lr_factor is None else None
         groups = _param_groups(model, training, LEAN | options, steps=steps)
         return CoupledAdamW(groups, self.rate(training), training.betas, training.eps)
 

@@ -81,13 +81,12 @@ class Recipe:
     @property
     def steps(self) -> int:
         """The number of optimizer steps of one run."""
-        training = self.training  # one of the two is given
-        return training.steps or (training.tokens or 0) // self.tokens_per_step
+        return self.training.total_steps
 
     @property
     def tokens_per_step(self) -> int:
         """The number of tokens in one batch."""
-        return self.training.batch_size * self.training.sequence_length
+        return self.training.tokens_per_step
 
     @property
     def tokens(self) -> int:

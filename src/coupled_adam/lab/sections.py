@@ -213,3 +213,13 @@ class Training:
             self.warmup < 1 or self.warmup == int(self.warmup),
             f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1",
         )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The number of tokens in one batch."""
+        return self.batch_size * self.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        """The number of optimizer steps of one run, whichever of the two lengths is given."""
+        return self.steps or (self.tokens or 0) // self.tokens_per_step

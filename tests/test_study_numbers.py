@@ -979,6 +979,12 @@ def test_what_the_rule_costs_the_second_edition():
     assert by_fit < by_rule - 0.005
     said("it costs # on average, and its predecessor #.", by_fit, by_rule, page=RATE)
     said("no part in choosing it, # on average", by_fit, page=README)
+    higher = mean_cost((30_000 * 2**0.5, 16), FINAL_SETTINGS)
+    said(
+        "finals it costs # on average, and √2 times as much would cost #.",
+        *(mean_cost(anew, FINAL_SETTINGS), higher),
+        page=RATE,
+    )
     others = [name for name in names[1::2] if name != "512"]
     for constants in ((15_000, 16), anew):
         said("without them both cost #.", mean_cost(constants, others), page=RATE)
@@ -1024,7 +1030,11 @@ def test_the_first_page():
     earlier = [name for name in results("first_page") if "line 15000" in name]
     assert sorted(shown + earlier) == sorted(results("first_page"))
     changes = [
-        np.mean(differences(*(("first_page", f"{steps} steps {line} 0.9 {beta2}") for line in both), "documents"))
+        np.mean(
+            differences(
+                *(("first_page", f"{steps} steps {line} 0.9 {beta2}") for line in both), "documents"
+            )
+        )
         for both in [("line", "line 15000")]
         for steps in (2400, 9768)
         for beta2 in (0.999, 0.95)

@@ -103,6 +103,7 @@ def scale_by_coupled_adam(
     if row_exponent and has_momentum:
         _check_momentum(b1, b2, row_exponent, mu_dtype)
     is_lean = zero_sum or row_exponent > 0
+    options = _Options(b2, eps, eps_root, vocab_axis, second_moment_scale, row_exponent)
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
         def zeros(axis: int) -> optax.Updates:
@@ -130,60 +131,6 @@ def scale_by_coupled_adam(
             mean_update=zeros(1 - vocab_axis) if zero_sum else None,
         )
 
-    def average(old: jax.Array, square: jax.Array) -> jax.Array:  # of squares, [H] or [V]
-        return (b2 * old + (1 - b2) * square).astype(old.dtype)
-
-    def denominators(nu: jax.Array, count: jax.Array) -> jax.Array:  # [H]
-        nu_hat = optax.tree.bias_correction(nu, b2, count)
-        return jnp.sqrt(second_moment_scale * nu_hat + eps_root) + eps
-
-    # Of one matrix: a count, learning rate, gradient [V, H], bias-corrected first moment [V, H], nu
-    # [H], r [V] and d [H], as in the formulas, to an update [V, H] and the new nu, r and d.
-
-    def coupled(count: Any, _: Any, g: Any, m: Any, nu: Any) -> tuple[jax.Array, ...]:
-        nu = average(nu, jnp.square(g.astype(nu.dtype)).mean(vocab_axis))
-        denominator = jnp.expand_dims(denominators(nu, count), vocab_axis)
-        return (m.astype(nu.dtype) / denominator).astype(g.dtype), nu
-
-    def lean(count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any) -> tuple[Any, ...]:
-        dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
-        square = jnp.square(g).mean(1 - vocab_axis)  # [V]
-        r = average(r, square)
-        # The inner `where`, here and below, keeps gradients through the update finite. A token with
-        # r = 0 has had no gradient, and the squares of one with inf have overflowed.
-        r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count))
-        w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-row_exponent / 2)).astype(nu.dtype)
-        seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
-        rho = optax.tree.bias_correction(_typical_square(nu), b2, seen)
-        # A row whose gradient jumps moves by at most 30 times the rate.
-        limit = 30 * rho ** (0.5 - row_exponent / 2) / jnp.sqrt(jnp.where(square == 0, 1, square))
-        w = jnp.where((square != 0) & (w > limit), limit.astype(nu.dtype), w)
-        w = jnp.expand_dims(w, 1 - vocab_axis)  # [V, 1]
-        active = w != 0
-        k = active.sum(dtype=nu.dtype)
-        # [V, H]; by an operation of two arrays, as `where` does not split one as the other is.
-        moves = active & jnp.ones_like(g, jnp.bool_)
-
-        # From [V, H] to [H], over the tokens that have had a gradient.
-        def mean(x: jax.Array) -> jax.Array:
-            return jnp.where(moves, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
-
-        # No sum over tokens needs another: devices that share them exchange all of them at once.
-        squares, mean_moment = mean(jnp.square(g)), mean(w * m)
-        relative = rho ** (row_exponent / 2)
-        rate = relative / denominators(jnp.where(nu == 0, 1, nu), seen)
-        rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
-        # Without any active token this is a step that has seen nothing: nu and d stay.
-        nu = jnp.where(k == 0, nu, average(nu, squares))
-        update = jnp.where(moves, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
-        if d:  # with zero_sum; divided by lr, as the whole update is multiplied with it later
-            given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
-            given_back = jnp.zeros_like(update) + jnp.expand_dims(given_back, vocab_axis)
-            update -= jnp.where(moves, given_back, 0)
-            moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
-            d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
-        return update.astype(dtype), nu, r, *d
-
     def update_fn(
         updates: optax.Updates, state: ScaleByCoupledAdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByCoupledAdamState]:
@@ -202,7 +149,7 @@ def scale_by_coupled_adam(
             mu = optax.tree.cast_like(mu, state.mu)
         averages = {name: getattr(state, name) for name in ("nu", "nu_row", "mean_update")}
         kept = {name: tree for name, tree in averages.items() if tree is not None}
-        step = functools.partial(lean if is_lean else coupled, count, lr)
+        step = functools.partial(_lean if is_lean else _coupled, options, count, lr)
         results = jax.tree.map(step, updates, mu_hat, *kept.values())  # a tuple for each matrix
         # From a tree of tuples to a tuple of trees
         updates, *new = (
@@ -212,6 +159,81 @@ def scale_by_coupled_adam(
         return updates, state._replace(count=count, mu=mu, **dict(zip(kept, new)))
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+class _Options(NamedTuple):
+    """The options of :func:`scale_by_coupled_adam` that the update of a matrix depends on."""
+
+    b2: Any
+    eps: Any
+    eps_root: Any
+    vocab_axis: int
+    second_moment_scale: Any
+    row_exponent: float
+
+    def average(self, old: jax.Array, square: jax.Array) -> jax.Array:
+        """The running mean of squares, [H] or [V]."""
+        return (self.b2 * old + (1 - self.b2) * square).astype(old.dtype)
+
+    def denominators(self, nu: jax.Array, count: jax.Array) -> jax.Array:
+        """What the first moments are divided by, [H]."""
+        nu_hat = optax.tree.bias_correction(nu, self.b2, count)
+        return jnp.sqrt(self.second_moment_scale * nu_hat + self.eps_root) + self.eps
+
+
+# Both take, of one matrix, the count of the step, its learning rate, the gradient [V, H], the first
+# moment without bias [V, H] and the averages of the state: nu [H], and LEAN r [V] and d [H], too.
+# They return the update [V, H] and the new averages.
+
+
+def _coupled(o: _Options, count: Any, _: Any, g: Any, m: Any, nu: Any) -> tuple[jax.Array, ...]:
+    """The update of Coupled Adam, as :func:`coupled_adam.optim.reference.apply_coupled`."""
+    nu = o.average(nu, jnp.square(g.astype(nu.dtype)).mean(o.vocab_axis))
+    denominator = jnp.expand_dims(o.denominators(nu, count), o.vocab_axis)
+    return (m.astype(nu.dtype) / denominator).astype(g.dtype), nu
+
+
+def _lean(
+    o: _Options, count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any
+) -> tuple[Any, ...]:
+    """The update of LEAN, as :func:`coupled_adam.optim.reference.lean`."""
+    dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
+    square = jnp.square(g).mean(1 - o.vocab_axis)  # [V]
+    r = o.average(r, square)
+    # The inner `where`, here and below, keeps gradients through the update finite. A token with
+    # r = 0 has had no gradient, and the squares of one with inf have overflowed.
+    r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, o.b2, count))
+    w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-o.row_exponent / 2)).astype(nu.dtype)
+    seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
+    rho = optax.tree.bias_correction(_typical_square(nu), o.b2, seen)
+    # A row whose gradient jumps moves by at most 30 times the rate.
+    limit = 30 * rho ** (0.5 - o.row_exponent / 2) / jnp.sqrt(jnp.where(square == 0, 1, square))
+    w = jnp.where((square != 0) & (w > limit), limit.astype(nu.dtype), w)
+    w = jnp.expand_dims(w, 1 - o.vocab_axis)  # [V, 1]
+    active = w != 0
+    k = active.sum(dtype=nu.dtype)
+    # [V, H]; by an operation of two arrays, as `where` does not split one as the other is.
+    moves = active & jnp.ones_like(g, jnp.bool_)
+
+    # From [V, H] to [H], over the tokens that have had a gradient.
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.where(moves, x, 0).sum(o.vocab_axis) / jnp.maximum(k, 1)
+
+    # No sum over tokens needs another: devices that share them exchange all of them at once.
+    squares, mean_moment = mean(jnp.square(g)), mean(w * m)
+    relative = rho ** (o.row_exponent / 2)
+    rate = relative / o.denominators(jnp.where(nu == 0, 1, nu), seen)
+    rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
+    # Without any active token this is a step that has seen nothing: nu and d stay.
+    nu = jnp.where(k == 0, nu, o.average(nu, squares))
+    update = jnp.where(moves, w * m, 0) * jnp.expand_dims(rate, o.vocab_axis)
+    if d:  # with zero_sum; divided by lr, as the whole update is multiplied with it later
+        given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
+        given_back = jnp.zeros_like(update) + jnp.expand_dims(given_back, o.vocab_axis)
+        update -= jnp.where(moves, given_back, 0)
+        moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
+        d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
+    return update.astype(dtype), nu, r, *d
 
 
 def _check_momentum(b1: Any, b2: Any, row_exponent: float, mu_dtype: Any) -> None:

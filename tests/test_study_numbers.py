@@ -897,66 +897,59 @@ def cost_at(losses, factor):
     return max(0, np.polyval(line, np.log(factor)) - min(losses.values()))
 
 
+def tried_factors(setting):
+    """The steps of a setting, and LEAN's losses by factor for each seed with several factors."""
+    if setting in FINAL_SETTINGS:
+        lines = at_rates("lean2 0 0.99", setting)
+    else:
+        lines = {16 * m: ("fewest_steps", f"{setting} lean2 0 0.99 x{m}") for m in (1, 2, 4)}
+    runs = {factor: seeds(*line, "valid") for factor, line in lines.items()}
+    by_seed = [
+        {factor: runs[factor][seed] for factor in runs if seed in runs[factor]}
+        for seed in sorted({seed for run in runs.values() for seed in run})
+    ]
+    recipes = [results(question)[name]["recipe"] for question, name in lines.values()]
+    (steps,) = {recipe["training"]["steps"] for recipe in recipes}
+    return steps, [losses for losses in by_seed if len(losses) > 1]
+
+
 def test_what_the_rule_costs_the_second_edition():
-    """Each cell, computed again; and constants fitted anew in every other setting."""
+    """Each cell, computed again; and what three pages say of the means."""
     *lines, on_average, at_most = rows("rate_costs_second", RATE)[1]
-    fewest = ("150 steps", "300 steps")
-    assert [line[0] for line in lines] == [*fewest, *FINAL_SETTINGS]
-    steps, losses, costs = {}, {}, {}
+    assert [line[0] for line in lines] == ["150 steps", "300 steps", *FINAL_SETTINGS]
+    costs = []
     for name, number, best, rule, *cells in lines:
-        if name in fewest:
-            lines_of = {16 * m: ("fewest_steps", f"{name} lean2 0 0.99 x{m}") for m in (1, 2, 4)}
-        else:
-            lines_of = at_rates("lean2 0 0.99", name)
-        runs = {f: seeds(*run, "valid") for f, run in lines_of.items()}
-        # A seed counts if it has run at two factors or more
-        by_factor = [
-            {f: runs[f][seed] for f in runs if seed in runs[f]}
-            for seed in sorted({seed for by_seed in runs.values() for seed in by_seed})
-        ]
-        losses[name] = [tried for tried in by_factor if len(tried) > 1]
-        assert number == str(len(losses[name]))
-        shows(best, min(losses[name][0], key=losses[name][0].get))
-        (steps[name],) = {
-            results(q)[run]["recipe"]["training"]["steps"] for q, run in lines_of.values()
-        }
-        factors = (*(min(16, max(1, c / steps[name])) for c in (30_000, 15_000)), 2, 16)
-        assert rule == f"{factors[0]:.3g}" == f"{lean_lr_factor(steps[name]):.3g}"
-        costs[name] = [np.mean([cost_at(x, factor) for x in losses[name]]) for factor in factors]
-        for cell, cost in zip(cells, costs[name], strict=True):
+        steps, losses = tried_factors(name)
+        assert number == str(len(losses))
+        factors = (*(min(16, max(1, c / steps)) for c in (30_000, 15_000)), 2, 16)
+        assert rule == f"{factors[0]:.3g}" == f"{lean_lr_factor(steps):.3g}"
+        means = {f: np.mean([x[f] for x in losses if f in x]) for f in losses[0]}
+        shows(best, min(means, key=means.get))
+        costs.append([np.mean([cost_at(x, factor) for x in losses]) for factor in factors])
+        for cell, cost in zip(cells, costs[-1], strict=True):
             shows(cell, cost)
     for summary, of in ((on_average, np.mean), (at_most, np.max)):
-        means = of([*costs.values()], axis=0)
-        assert [float(x) for x in summary[-4:]] == pytest.approx(means, abs=6e-4)
-
-    def mean_cost(constants, names, without=()):
-        c, cap = constants
-        factors = {name: min(cap, max(1, c / steps[name])) for name in names}
-        kept = {
-            name: [{f: x[f] for f in x if (name, f"{f:.3g}") not in without} for x in losses[name]]
-            for name in names
-        }
-        at_factors = ([cost_at(x, factors[n]) for x in kept[n] if len(x) > 1] for n in names)
-        return np.mean([*map(np.mean, at_factors)])
-
-    of_the_rule = [cost[0] for cost in costs.values()]
-    average, most = np.mean(of_the_rule), max(of_the_rule)
-    said("costs # of validation loss on average, and # at most", average, most, page=README)
+        assert [float(x) for x in summary[-4:]] == pytest.approx(of(costs, axis=0), abs=6e-4)
+    ends = (np.mean(costs, axis=0)[0], np.max(costs, axis=0)[0])
+    said("costs # of validation loss on average, and # at most", *ends, page=README)
     said(
         "validation loss was # above that of the best factor on average, and # at most",
-        average,
-        most,
+        *ends,
         page=PRACTICE,
     )
-    said("**30,000 / steps costs # on average and # at most**", average, most, page=RATE)
-    at_rule = seeds("final_rates", "512 lean2 0 0.99 x0.5", "valid")
-    twice = seeds("finals", "512 lean2 0 0.99", "valid")
-    assert sorted(twice) == [4, 5]
-    assert min(at_rule.values()) > max(twice.values()) + 0.1
+    said("**30,000 / steps costs # on average and # at most**", *ends, page=RATE)
+
+
+def test_why_the_rule_has_changed():
+    """With 512 tokens a step, after 9,768 steps, and why not beside Muon."""
+    predecessor = seeds("final_rates", "512 lean2 0 0.99 x0.5", "valid")
+    today = seeds("finals", "512 lean2 0 0.99", "valid")
+    assert sorted(today) == [4, 5]
+    assert min(predecessor.values()) > max(today.values()) + 0.1
     said(
         "is #, # and # with three seeds, and at today's # and # with the first two",
-        *(at_rule[seed] for seed in (4, 5, 6)),
-        *(twice[seed] for seed in (4, 5)),
+        *(predecessor[seed] for seed in (4, 5, 6)),
+        *(today[seed] for seed in (4, 5)),
         page=RATE,
     )
     longer = ("final_rates", "9768 steps lean2 0 0.99 x2"), ("finals", "9768 steps lean2 0 0.99")
@@ -966,34 +959,46 @@ def test_what_the_rule_costs_the_second_edition():
     above = -np.diff(beside_muon)[0]
     assert above > 0.03
     said("next to it, the validation loss is # above its lowest", above, page=RATE)
-    # Constants fitted anew to every other setting
+
+
+def test_the_constants_fitted_anew():
+    """To every other setting, and tested in the others."""
+
+    def mean_cost(constants, names, without=()):
+        c, cap = constants
+        costs = []
+        for name in names:
+            steps, losses = tried_factors(name)
+            kept = [{f: x[f] for f in x if (name, f"{f:.3g}") not in without} for x in losses]
+            factor = min(cap, max(1, c / steps))
+            costs.append(np.mean([cost_at(x, factor) for x in kept if len(x) > 1]))
+        return np.mean(costs)
+
     names = [name for name in FINAL_SETTINGS if name != "9768 steps"]
-    anew = fitted_anew()
+    predecessor, anew = (15_000, 16), fitted_anew()
     grid = [
         *itertools.product(15_000 * np.sqrt([0.25, 0.5, 1, 2, 4]), 16 * np.sqrt([0.5, 1, 2, 4]))
     ]
-    lowest = min(mean_cost(constants, names[::2]) for constants in grid)
-    assert mean_cost(anew, names[::2]) == pytest.approx(lowest)
     assert anew == pytest.approx((30_000, 16))
-    by_rule, by_fit = (mean_cost(constants, names[1::2]) for constants in ((15_000, 16), anew))
-    assert by_fit < by_rule - 0.005
-    said("it costs # on average, and its predecessor #.", by_fit, by_rule, page=RATE)
-    said("no part in choosing it, # on average", by_fit, page=README)
-    higher = mean_cost((30_000 * 2**0.5, 16), FINAL_SETTINGS)
-    said(
-        "finals it costs # on average, and √2 times as much would cost #.",
-        *(mean_cost(anew, FINAL_SETTINGS), higher),
-        page=RATE,
-    )
-    others = [name for name in names[1::2] if name != "512"]
-    for constants in ((15_000, 16), anew):
-        said("without them both cost #.", mean_cost(constants, others), page=RATE)
-    # Without the runs that replaced what had been continued beyond the others
+    # With and without the runs that replaced what had been continued beyond the others
     added = {("512", "3.12"), ("1k", "6.25"), ("untied", "16"), ("rotary", "16")}
     added |= {("2400 steps", "11.3")}
-    assert mean_cost(anew, names[1::2], added) < mean_cost((15_000, 16), names[1::2], added) - 0.005
-    assert min(grid, key=lambda constants: mean_cost(constants, names[::2], added)) == (
-        pytest.approx(anew)
+    for without in ((), added):
+        best = min(grid, key=lambda constants: mean_cost(constants, names[::2], without))
+        assert best == pytest.approx(anew)
+        before, after = (mean_cost(x, names[1::2], without) for x in (predecessor, anew))
+        assert after < before - 0.005
+    before, after = (mean_cost(x, names[1::2]) for x in (predecessor, anew))
+    said("it costs # on average, and its predecessor #.", after, before, page=RATE)
+    said("no part in choosing it, # on average", after, page=README)
+    for constants in (predecessor, anew):
+        others = [name for name in names[1::2] if name != "512"]
+        said("without them both cost #.", mean_cost(constants, others), page=RATE)
+    said(
+        "finals it costs # on average, and √2 times as much would cost #.",
+        mean_cost(anew, FINAL_SETTINGS),
+        mean_cost((30_000 * 2**0.5, 16), FINAL_SETTINGS),
+        page=RATE,
     )
 
 

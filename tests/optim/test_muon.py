@@ -351,7 +351,7 @@ def test_the_number_of_steps_chooses_leans_rate():
     ):
         (group,) = (g for g in optimizer.param_groups if g["coupled"])
         assert group["lr"] == pytest.approx(6.25e-3)
-        assert group["lr_factor_from"] == "steps=2400"
+        assert group["lr_factor_from"] == "steps=2400 beside Muon"
     for steps, factor in ((600, 16), (2400, 6.25), (20_000, 1)):
         groups = param_groups(decoder(tied=True), "lean", steps=steps, beside_muon=True)
         assert groups[-1]["lr_factor"] == factor

@@ -253,7 +253,8 @@ def embedding_options(
                 f"steps={steps} is for embeddings='lean': no rule for the learning rate of "
                 f"embeddings={embeddings!r} is known (docs/study/rate.md). Leave out steps="
             )
-        options |= {"lr_factor": by_steps, "lr_factor_from": f"steps={int(steps)}"}
+        source = f"steps={int(steps)}" + " beside Muon" * beside_muon
+        options |= {"lr_factor": by_steps, "lr_factor_from": source}
     elif "lr" not in options:
         if factor is None:
             options |= {"lr_factor": LEAN_LR_FACTOR, "lr_factor_from": "default"}

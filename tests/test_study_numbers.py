@@ -621,7 +621,7 @@ def test_the_finals_at_their_own_rates():
         assert numbers(cell) == pytest.approx(middle_and_interval([*above.values()]), abs=5.1e-4)
         assert cell.endswith(f", {len(above)} settings")
     special = ("1k", "512", "constant")
-    assert min(lean[setting] for setting in special) > 0.02
+    assert sum(lean[setting] for setting in special) > 0.5 * sum(lean.values())
     usual = [above for setting, above in lean.items() if setting not in special]
     said(
         "it is # higher on average (# to #), and at most #. These",
@@ -950,12 +950,12 @@ def test_why_the_rule_has_changed():
     """With 512 tokens a step, after 9,768 steps, and why not beside Muon."""
     predecessor = seeds("final_rates", "512 lean2 0 0.99 x0.5", "valid")
     today = seeds("finals", "512 lean2 0 0.99", "valid")
-    assert sorted(today) == [4, 5]
+    assert sorted(today) == [4, 5, 6]
     assert min(predecessor.values()) > max(today.values()) + 0.1
     said(
-        "is #, # and # with three seeds, and at today's # and # with the first two",
+        "is #, # and # with three seeds, and at today's #, # and #",
         *(predecessor[seed] for seed in (4, 5, 6)),
-        *(today[seed] for seed in (4, 5)),
+        *(today[seed] for seed in (4, 5, 6)),
         page=RATE,
     )
     by_factor = [seeds(*run, "valid")[1] for run in at_rates("lean2 0 0.99", "9768 steps").values()]

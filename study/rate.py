@@ -226,7 +226,7 @@ def costs(
     """
     rows, all_costs = [], []
     compared = {**rules, **CONSTANTS}
-    first, *_ = compared
+    first, *others = compared
     for setting in settings():
         cost = [setting.cost(factor(setting.steps)) for factor in compared.values()]
         all_costs.append(cost)
@@ -236,7 +236,7 @@ def costs(
     for name, of in (("on average", np.mean), ("at most", np.max)):
         rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
     header = ["setting", "seeds", "best of those tried", first, f"cost of {first}"]
-    return Table([*header, *(f"of {name}" for name in [*compared][1:])], rows)
+    return Table([*header, *(f"of {name}" for name in others)], rows)
 
 
 def fitted_anew() -> tuple[float, float]:

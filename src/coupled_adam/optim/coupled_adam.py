@@ -22,7 +22,7 @@ from coupled_adam.optim.param_groups import (
     param_groups,
 )
 from coupled_adam.optim.state import check_group, check_parameter, description, fit_state
-from coupled_adam.optim.update import Pending, update
+from coupled_adam.optim.update import update
 from coupled_adam.optim.warn import warn
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -171,7 +171,7 @@ class CoupledAdam(torch.optim.Adam):
         group_options = groups[-1] if is_grouped and groups else coupled_options
         _refuse_what_groups_set(coupling, group_options, knows_matrices)
         # 3. The optimizer, whose constructor calls add_param_group
-        self._pending, self._warned, self._checked = Pending(), set[str](), dict[int, Any]()
+        self._warned, self._checked = set[str](), dict[int, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
@@ -247,7 +247,6 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if the groups have no names, a name is none of the model's any more, or a
                 parameter differs in more than its number of rows. Nothing has been changed then.
         """
-        self._pending.finish()
         follow(self.param_groups, self.state, model)
         self._checked.clear()
 
@@ -319,8 +318,7 @@ class CoupledAdam(torch.optim.Adam):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         unscale = None if grad_scale is None else 1 / grad_scale
 
-        # 1. What the step before has left, and what loops and schedules have done since
-        self._pending.finish()
+        # 1. What loops and schedules have done since the step before
         self._complete_groups()
         if "factor" not in self._warned and warn_of_lost_factor(self.param_groups):
             self._warned.add("factor")  # no attribute is set, as Dynamo refuses that
@@ -329,7 +327,7 @@ class CoupledAdam(torch.optim.Adam):
         # 3. The updates; torch's part first, which may refuse something, too
         for group, tensors, has_complex in uncoupled:
             self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
-        update(coupled, unscale, found_inf, self._pending)
+        update(coupled, unscale, found_inf)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 if p.grad is not None:
@@ -405,20 +403,14 @@ class CoupledAdam(torch.optim.Adam):
             **{name: group[name] for name in _ADAM_OPTIONS},
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, complete."""
-        self._pending.finish()  # a sum that is on its way cannot be pickled
-        return super().__getstate__()
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of :meth:`__getstate__`."""
+        """Take the state that pickle and copy use."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        self._pending, self._warned, self._checked = Pending(), set[str](), dict[int, Any]()
+        self._warned, self._checked = set[str](), dict[int, Any]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
-        self._pending.finish()
         self._complete_groups()
         saved: dict[str, Any] = super().state_dict()
         if any(group.get("flat_shards") for group in self.param_groups):
@@ -449,7 +441,6 @@ class CoupledAdam(torch.optim.Adam):
                 unchanged.
         """
         check_structure(state_dict)
-        self._pending.finish()
         self._complete_groups()
         moments: dict[Tensor, dict[str, Tensor]] = {}
 

@@ -234,7 +234,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 
 
 def _wide(matrix: CoupledMatrix) -> torch.dtype:
-    # That in which Reduction adds up: float64 where the C kernels sum, which sum in float64.
+    # That in which add_up adds: float64 where the C kernels sum, which sum in float64.
     return torch.float64 if matrix.param.is_cpu else torch.float32
 
 

@@ -82,8 +82,8 @@ class CoupledMatrix:
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
         no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
             read as a Python number.
-        has_gradient: whether there is a gradient, on this rank as far as others are not known;
-            otherwise ``grad`` is zeros.
+        has_gradient: whether this rank has a gradient, and once the ranks have agreed, whether any
+            rank has one; ``grad`` is zeros where this one has none.
         index: the matrix's number among the optimizer's, which makes its rounding noise its own.
         is_lean: whether LEAN updates it, and there is ``row_exp_avg_sq``.
         has_penalty: whether weight decay is Adam's L2 penalty, which is added to the gradient.
@@ -201,6 +201,11 @@ class CoupledMatrix:
         """What a step writes, for autograd: all tensors but the gradient."""
         matrices = [self.param] if self.exp_avg is None else [self.param, self.exp_avg]
         return [*matrices, *self.vectors]
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks that have parts of the matrix, or take part in its step."""
+        return tuple(dict.fromkeys((*self.row_ranks, *self.column_ranks)))
 
     @property
     def has_whole_rows(self) -> bool:

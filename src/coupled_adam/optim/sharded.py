@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 Ranks = tuple[Any, ...]
 """Process groups, or pairs of a device mesh and one of its dimensions."""
@@ -69,45 +69,6 @@ def ranks_over(p: Tensor, dimension: int) -> Ranks:
     return tuple((mesh, i) for i, x in enumerate(placements) if shards(x, dimension))
 
 
-class Reduction:
-    """Vectors that ranks add up, concatenated so that each process group has one all-reduce.
-
-    Nothing waits for the sums before :meth:`result` is called.
-
-    Args:
-        vectors: each vector, and the ranks over which it is added; none to leave it as it is.
-    """
-
-    def __init__(self, vectors: Sequence[tuple[Tensor, Ranks]]) -> None:
-        self._results = [vector for vector, _ in vectors]
-        # By device as well, as vectors are concatenated; the order is that of the optimizer's
-        # groups, which is the same on all ranks, as collectives need it.
-        groups: dict[Any, list[int]] = {}
-        for i, (vector, ranks) in enumerate(vectors):
-            if ranks:
-                groups.setdefault((ranks, vector.device), []).append(i)
-        self._groups = [
-            (members, self._start(members, ranks)) for (ranks, _), members in groups.items()
-        ]
-
-    def _start(self, members: list[int], ranks: Ranks) -> "tuple[Tensor, Work | None]":
-        # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
-        wide = torch.float64 if self._results[members[0]].is_cpu else torch.float32
-        return add_up(torch.cat([self._results[i].to(wide) for i in members]), ranks)
-
-    def result(self) -> list[Tensor]:
-        """The vectors, added up, in their order, dtypes and devices."""
-        for members, (total, work) in self._groups:
-            if work is not None:
-                work.wait()
-            vectors = [self._results[i] for i in members]
-            sizes = [len(vector) for vector in vectors]
-            for i, vector, added in zip(members, vectors, total.split(sizes)):
-                self._results[i] = added.to(vector)
-        self._groups = []  # so that a second call returns the same
-        return self._results
-
-
 def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     """The ranks of a process group, of the default one if None, as :func:`add_up` takes them."""
     if process_group is not None:
@@ -117,24 +78,39 @@ def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
 
 
-def add_up(total: Tensor, ranks: Ranks) -> "tuple[Tensor, Work | None]":
-    """Add a vector [n], on any device, over ranks: one dimension or process group after another.
+def add_up(vectors: Sequence[tuple[Tensor, Ranks]]) -> list[Tensor]:
+    """Add vectors [n] over ranks, concatenated: one all-reduce for each process group.
 
-    The vector that is returned is the sum once the work has been waited for.
+    Args:
+        vectors: each vector, and the ranks over which it is added; none to leave it as it is.
+
+    Returns:
+        The vectors, added up, in their order, dtypes and devices.
     """
-    import torch.distributed as dist
+    results = [vector for vector, _ in vectors]
+    # By device as well, as vectors are concatenated; the order is that of the optimizer's groups,
+    # which is the same on all ranks, as collectives need it.
+    groups: dict[Any, list[int]] = {}
+    for i, (vector, ranks) in enumerate(vectors):
+        if ranks:
+            groups.setdefault((ranks, vector.device), []).append(i)
+    for (ranks, device), members in groups.items():
+        # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
+        wide = torch.float64 if device.type == "cpu" else torch.float32
+        total = all_reduced(torch.cat([results[i].to(wide) for i in members]), ranks)
+        for i, added in zip(members, total.split([len(results[i]) for i in members])):
+            results[i] = added.to(results[i])
+    return results
+
+
+def all_reduced(total: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of a vector [n] over ranks: one mesh dimension or process group after another."""
     from torch.distributed import _functional_collectives as collectives
 
-    is_compiling = torch.compiler.is_compiling()
-    for group_or_mesh in ranks if is_compiling else ranks[:-1]:
+    for group_or_mesh in ranks:
         total = _where_served(total, group_or_mesh)
         total = collectives.wait_tensor(collectives.all_reduce(total, "sum", group_or_mesh))
-    if is_compiling:
-        return total, None
-    # Not a functional collective: those warn at the end of a process about a sum that nobody has
-    # waited for, as that of the last step.
-    total = _where_served(total, ranks[-1])
-    return total, dist.all_reduce(total, group=_process_group(ranks[-1]), async_op=True)
+    return total
 
 
 def _where_served(total: Tensor, ranks: Any) -> Tensor:
@@ -143,11 +119,6 @@ def _where_served(total: Tensor, ranks: Any) -> Tensor:
         return total.to(ranks[0].device_type)
     served = [device.type for device in ranks._device_types]
     return total if total.device.type in served else total.to(served[0])
-
-
-def _process_group(ranks: Any) -> "ProcessGroup":
-    group: ProcessGroup = ranks[0].get_group(ranks[1]) if isinstance(ranks, tuple) else ranks
-    return group
 
 
 def mean_over(values: Tensor, dim: int) -> Tensor:

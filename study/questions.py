@@ -754,6 +754,50 @@ def _small_batches() -> dict[str, Entry]:
     }
 
 
+FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    name: (FINAL_SETTINGS[name].overrides, factor)
+    for name, factor in {
+        "constant": 16 / 2**0.5,
+        "1.2M": 16.0,
+        "H=32": 2**3.5,
+        "untied": 8.0,
+        "rotary": 8.0,
+        "512": 6.25,
+        "1k": 12.5,
+        "16k": 16.0,
+        "64k": 16.0,
+        "2400 steps": 2**2.5,
+        "H=128": 2**4.5,
+        "V=16384": 2**4.5,
+        "9768 steps": 2**1.5,
+    }.items()
+} | {
+    f"{name} low": (FINAL_SETTINGS[name].overrides, factor)
+    for name, factor in {"512": 3.125, "1.2M": 4.0, "2400 steps": 2.0}.items()
+}
+"""The settings of the finals, shortest first, with the factor that the validation loss of LEAN's
+second edition has chosen, and three of them at low rates."""
+
+FORMULAS = ("limit", "relative later", "relative", "relative free")
+
+
+def _formula() -> dict[str, Entry]:
+    """LEAN's second edition with another limit, and the candidate that measures rows by columns.
+
+    The candidate's updates sum to zero from step 1 / (1 - beta2) on, from the first, or never.
+    """
+    return {
+        f"{setting} {formula} {times}": Entry(
+            {**WITHOUT_MOMENTUM, "beta2": 0.99, "lr_factor": factor * multiple},
+            overrides,
+            f"table_rules:LEAN_{formula.replace(' ', '_').upper()}",
+        )
+        for setting, (overrides, factor) in FORMULA_SETTINGS.items()
+        for formula in FORMULAS
+        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+    }
+
+
 def _fewest_steps() -> dict[str, Entry]:
     """LEAN's second edition at the cap of its rule for the rate, and above."""
     options, variant = FINAL_ARMS["lean2 0 0.99"]
@@ -992,6 +1036,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "final_rates": _final_rates(),
     "small_batches": _small_batches(),
     "fewest_steps": _fewest_steps(),
+    "formula": _formula(),
     "width": _widths(),
     "warmup": _warmup(),
     "switching": {
@@ -1023,6 +1068,7 @@ UNFINISHED = (
     "final_rates",
     "finals",
     "first_page",
+    "formula",
     "geometric",
     "muon_tables",
     *(

@@ -5,6 +5,7 @@ have the arm ``{optimizer: table_rule, rule: ember}`` instead.
 """
 
 import dataclasses
+import math
 
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -39,7 +40,7 @@ def _lean(columns: str, timing: str, *, zero_sum: bool = True) -> Variant:
     """LEAN's first edition: "plain" columns are those of g, "weighted" of w g, "half" between."""
     weight = {"plain": 0.0, "half": 0.5, "weighted": 1.0}[columns]
     delayed = timing == "delayed"
-    return table("lean", zero_sum=zero_sum, column_weight=weight, delayed=delayed, geometric=False)
+    return table("first_lean", zero_sum=zero_sum, column_weight=weight, delayed=delayed)
 
 
 PLAIN_EXACT, PLAIN_DELAYED = _lean("plain", "exact"), _lean("plain", "delayed")
@@ -47,6 +48,9 @@ HALF_DELAYED = _lean("half", "delayed")
 WEIGHTED_EXACT, WEIGHTED_DELAYED = _lean("weighted", "exact"), _lean("weighted", "delayed")
 PLAIN_DELAYED_FREE = _lean("plain", "delayed", zero_sum=False)
 WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)
+LEAN_LIMIT, LEAN_RELATIVE = (table("lean", relative=relative) for relative in (False, True))
+LEAN_RELATIVE_LATER = table("lean", relative=True, zero_sum_from=1.0)
+LEAN_RELATIVE_FREE = table("lean", relative=True, zero_sum_from=math.inf)
 EMBER_FREE, EMBER_ZERO_SUM = (table("ember", zero_sum=z) for z in (False, True))
 ADAM_ZERO_SUM = table("adam", zero_sum=True)
 ADAFACTOR_FREE, BALANCED_FREE = table("adafactor"), table("balanced")

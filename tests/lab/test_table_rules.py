@@ -68,12 +68,63 @@ def unit(*axes):
     return formula
 
 
-def lean_in_two_passes(history, beta1, beta2):
+def first_lean_in_two_passes(history, beta1, beta2):
     """The sums of the same step, and columns of the plain gradient; of rows that all have one."""
     squares = average(np.square(history), beta2) / (1 - beta2 ** len(history))
     r, nu = squares.mean(1), squares.mean(0)
     u = (r / r.mean())[:, None] ** -0.375 * history[-1] / (np.sqrt(nu) + EPS)
     return u - u.mean(0)
+
+
+def lean(relative, zero_sum_from=1):
+    """Row by row; a row's average begins at zero, in its own units or in those of the columns."""
+
+    def limited(log_nu):
+        center = np.mean(log_nu)
+        return np.exp(center + np.clip(log_nu - center, -np.log(1e4), np.log(1e4)).mean())
+
+    def squares_of_a_step(past, beta2):
+        """Each column's over the rows that had a gradient, each bias-corrected; 0 for none."""
+        if not past:
+            return np.zeros(H)
+        seen = [max(1, np.any(past[:t], axis=(0, 2)).sum()) for t in range(1, len(past) + 1)]
+        means = [np.square(g).sum(0) / k for g, k in zip(past, seen)]
+        return average(means, beta2) / (1 - beta2 ** len(past))
+
+    def q_of_a_step(past, g, beta2):
+        nu = squares_of_a_step(past, beta2)
+        known = nu > 0
+        return (np.square(g)[:, known] / nu[known]).sum(1) / max(1, known.sum())
+
+    def updates(history, beta2):
+        *past, g = history
+        t, nu = len(history), squares_of_a_step(past, beta2)
+        known = nu > 0
+        q = [q_of_a_step(history[:s], history[s], beta2) for s in range(t)]  # of all steps
+        if relative:
+            r = average(np.minimum(q[1:], 30 * V), beta2) / (1 - beta2 ** (t - 1)) if past else q[0]
+            rho = 1.0
+            if t > 2:
+                before = average(np.minimum(q[1:-1], 30 * V), beta2) / (1 - beta2 ** (t - 2))
+                rho = before[before > 0].mean()
+        else:
+            r = average(np.square(history).mean(2), beta2) / (1 - beta2**t)
+            rho = limited(np.log(nu[known])) if past else 1.0
+        u = np.zeros((V, H))
+        for i in np.flatnonzero(r):
+            limit = 30 / np.sqrt(q[-1][i]) if q[-1][i] else np.inf
+            weight = min((r[i] / rho) ** -0.375, limit)
+            u[i, known] = weight * g[i, known] / (np.sqrt(nu[known]) + EPS)
+        return u, r > 0
+
+    def displacement(history, beta1, beta2):
+        u, moves = updates(history, beta2)
+        if len(history) - 1 < zero_sum_from:
+            return u
+        u_before, _ = updates(history[:-1], beta2)
+        return u - np.outer(moves, u_before.sum(0) / np.any(history[:-1], axis=(0, 2)).sum())
+
+    return displacement
 
 
 def without_mean(formula, **options):
@@ -89,7 +140,11 @@ CASES = {
     "adam": (adam, {}),
     "adam, zero-sum": (without_mean(adam), {"zero_sum": True}),
     "adam, half": (without_mean(adam, exponent=0.5), {"zero_sum": True, "exponent": 0.5}),
-    "lean": (lean_in_two_passes, {"delayed": False, "geometric": False}),
+    "lean": (lean(relative=False), {}),
+    "lean, free": (lean(False, np.inf), {"zero_sum_from": np.inf}),
+    "lean, relative": (lean(relative=True), {"relative": True}),
+    "lean, relative, later": (lean(True, 3), {"relative": True, "zero_sum_from": 3 * (1 - 0.99)}),
+    "first_lean": (first_lean_in_two_passes, {"delayed": False}),
     "ember": (ember, {}),
     "ember, zero-sum": (without_mean(ember), {"zero_sum": True}),
     "adafactor": (adafactor, {}),
@@ -163,8 +218,48 @@ def test_a_rule_is_its_formula(case, gradients):
     assert torch.equal(again[0], table)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("lean")])
+def test_lean_with_gradients_of_all_kinds(case, gradients):
+    """Rows and columns that begin late, rows that pause, and one that jumps to 10^12 times."""
+    formula, options = CASES[case]
+    gradients += [g.flip(0) for g in gradients]
+    for step, g in enumerate(gradients):
+        g[1] *= step >= 2
+        g[2] *= step != 3
+        g[:, 0] *= step >= 3
+        g[:, 2] *= 1e3  # another unit
+    gradients[5][0] *= 1e12
+    (table, _), rule = tables(), RULES["lean"]
+    start = table.detach().numpy().copy()
+    group = {"params": [table], "betas": rule.betas, "rule": "lean", **rule.options, **options}
+    optimizer = TableRuleAdamW([group], lr=LR, eps=EPS)
+    history = [g.numpy() for g in gradients]
+    for t, g in enumerate(gradients, 1):
+        before = table.detach().clone()
+        stepped(optimizer, (table,), [g])
+        if t == 6 and "free" in case:  # the row that jumps: 30 times the rate
+            moved = (before - table.detach())[0].square().mean().sqrt()
+            assert moved.item() == pytest.approx(30 * LR, rel=1e-6)
+        expected = start - LR * sum(formula(history[:s], *rule.betas) for s in range(1, t + 1))
+        np.testing.assert_allclose(table.detach(), expected, rtol=1e-8, atol=1e-12)
+
+
+def test_a_scale_on_a_column_changes_nothing(gradients):
+    """Where rows are measured in the columns' units; otherwise it changes all columns."""
+    rule = RULES["lean"]
+    for relative in (True, False):
+        moved = []
+        for scale in (1.0, 1000.0):
+            (table, _) = tables()
+            group = {"params": [table], "betas": rule.betas, "rule": "lean", **rule.options}
+            optimizer = TableRuleAdamW([{**group, "relative": relative}], lr=LR, eps=0.0)
+            stepped(optimizer, (table,), [g * torch.tensor([1.0, scale, 1.0]) for g in gradients])
+            moved.append(table.detach() - tables()[0].detach())
+        assert torch.allclose(*moved, rtol=1e-9, atol=0) == relative
+
+
 def test_the_rule_lean_is_lean(gradients):
-    """The delayed one with plain columns, once the first step, which only measures, is past."""
+    """Of the package: both only measure in the first step."""
     (table, _), (ours, _) = tables(), tables()
     lean = RULES["lean"]
     group = {"params": [table], "betas": lean.betas, "rule": "lean", **lean.options}
@@ -172,13 +267,9 @@ def test_the_rule_lean_is_lean(gradients):
     options = {key: value for key, value in LEAN.items() if key != "lr_factor"}
     options |= {"params": [ours], "coupled": True, "weight_decay": 0.0}
     package = CoupledAdamW([options], lr=LR, eps=EPS)
-    moved = []
     for optimizer, matrix in ((rule, table), (package, ours)):
-        stepped(optimizer, (matrix,), gradients[:2])
-        before = matrix.detach().clone()
-        stepped(optimizer, (matrix,), gradients[2:3])
-        moved.append(matrix.detach() - before)
-    torch.testing.assert_close(*moved, rtol=1e-9, atol=1e-12)
+        stepped(optimizer, (matrix,), gradients)
+    torch.testing.assert_close(table, ours, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.reference import LARGEST_STEP, LOG_LIMIT
+
 Group = dict[str, Any]
 State = dict[str, Tensor]
 
@@ -44,17 +46,54 @@ def adam(g: Tensor, group: Group, state: State) -> Tensor:
 
 
 def lean(g: Tensor, group: Group, state: State) -> Tensor:
-    """LEAN with its choices: how columns and their mean are measured, and when sums are used.
+    """LEAN, and a candidate for its next edition, ``relative``.
 
-    The columns' second moment is that of w^c g with the rows' weights w and c = ``column_weight``.
-    ``delayed`` sums are those of the step before, so that a step is one pass over memory;
-    otherwise they are this step's. Rows are compared with the ``geometric`` mean of the columns'
-    second moments, or with the mean of the rows'. :data:`coupled_adam.LEAN` is delayed and
-    geometric, with c = 0 and, beyond this rule, bounds on gradients that jump.
+    All sums over rows are those of the step before. Beside :data:`coupled_adam.LEAN`, which
+    compares rows with the geometric mean of the columns' second moments, ``relative`` measures rows
+    in the columns' units: r is the moving average of q, so that a scale on a column changes
+    nothing. Both have the candidate's limit: no row moves further than 30 times the rate, in root
+    mean square. From step ``zero_sum_from`` / (1 - beta2) on (inf: never) the next step takes back
+    by what a step has moved the mean.
+    """
+    t, beta2, a = state["step"].item(), group["betas"][1], group["exponent"]
+    r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
+    nu = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
+    d = state.get("mean", torch.zeros_like(nu))  # [H]
+    # 1. The columns' second moments, and the rows' mean squares in units of these: 1 on average
+    known = nu > 0
+    column = nu / (1 - beta2 ** (t - 1)) if t > 1 else nu
+    q = (g.square() / torch.where(known, column, torch.inf)).sum(1) / known.sum().clamp(min=1)
+    # 2. The rows' weights
+    if group["relative"]:
+        before = r[r > 0]  # none until the third step, when there are q of the second
+        mean_r = before.mean() / (1 - beta2 ** (t - 2)) if len(before) else 1.0
+        r.lerp_(q.clamp(max=LARGEST_STEP * len(g)), 1 - beta2)
+        age = t - 1  # nothing is known in the first step
+    else:
+        logs = column[known].log()
+        mean_log = logs.mean()
+        mean_r = (mean_log + (logs - mean_log).clamp(-LOG_LIMIT, LOG_LIMIT).mean()).exp()
+        r.lerp_(g.square().mean(1), 1 - beta2)
+        age = t
+    powers = (r / (1 - beta2**age) / mean_r) ** (-a / 2) if age else torch.zeros_like(r)
+    w = torch.where(r > 0, torch.minimum(powers, LARGEST_STEP / q.sqrt()), 0.0)[:, None]  # [V, 1]
+    # 3. The step, and the moments and the mean for the next one
+    step: Tensor = torch.where(known, group["lr"] * w * g / (column.sqrt() + group["eps"]), 0.0)
+    seen = ((r > 0) | (g != 0).any(1)).sum().clamp(min=1)
+    nu.lerp_(g.square().sum(0) / seen, 1 - beta2)
+    begun = t >= group["zero_sum_from"] / (1 - beta2)
+    state["mean"] = step.sum(0) / seen if begun else torch.zeros_like(d)
+    return step - d * (w > 0)
+
+
+def first_lean(g: Tensor, group: Group, state: State) -> Tensor:
+    """LEAN's first edition with its choices: how columns are measured, and when sums are used.
+
+    Rows are compared with the mean of the rows' second moments. The columns' second moment is that
+    of w^c g with the rows' weights w and c = ``column_weight``. ``delayed`` sums are those of the
+    step before, so that a step is one pass over memory; otherwise they are this step's.
     """
     t, beta2, rows = state["step"].item(), group["betas"][1], len(g)
-    if group["geometric"] and (group["column_weight"] or not group["delayed"]):
-        raise ValueError("geometric=True needs delayed=True and column_weight=0")
     delayed = group["delayed"] and t > 1
     r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
     nu = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
@@ -65,11 +104,7 @@ def lean(g: Tensor, group: Group, state: State) -> Tensor:
     active = r > 0
     state["count"] = count = active.sum()
     state["mean_row"] = r.sum() / count / (1 - beta2**t)
-    mean_row = before["mean_row"] if delayed else state["mean_row"]
-    if group["geometric"] and delayed:
-        mean_row = nu_before[nu_before > 0].log().mean().exp()
-        mean_row = mean_row * rows / before["count"] / (1 - beta2 ** (t - 1))
-    relative = r / (1 - beta2**t) / mean_row
+    relative = r / (1 - beta2**t) / (before if delayed else state)["mean_row"]
     w = torch.where(active, relative ** (-group["exponent"] / 2), 0.0)[:, None]  # [V, 1]
     # 2. The columns' rates. Means are over the rows that have had a gradient; nu is one over all V
     nu.lerp_((w ** group["column_weight"] * g).square().mean(0), 1 - beta2)
@@ -184,13 +219,8 @@ class Rule:
     options: Mapping[str, bool | float] = field(default_factory=dict)
 
 
-_LEAN: Mapping[str, bool | float] = {
-    "delayed": True,
-    "geometric": True,
-    "exponent": 0.75,
-    "column_weight": 0.0,
-    "zero_sum": True,
-}
+_LEAN = {"exponent": 0.75, "relative": False, "zero_sum_from": 0.0}
+_FIRST_LEAN = {"exponent": 0.75, "delayed": True, "column_weight": 0.0, "zero_sum": True}
 
 
 def _matrix(V: int, H: int) -> int:
@@ -200,8 +230,9 @@ def _matrix(V: int, H: int) -> int:
 RULES: dict[str, Rule] = {
     "sgd": Rule(sgd, (0.0, 0.0), _matrix, {"momentum": 0.9}),
     "adam": Rule(adam, (0.9, 0.999), lambda V, H: 2 * V * H, {"exponent": 1.0, "zero_sum": False}),
+    "lean": Rule(lean, (0.0, 0.99), lambda V, H: V + 2 * H, _LEAN),
     # With the number of active rows, the mean of r, and the mean of the displacement.
-    "lean": Rule(lean, (0.0, 0.99), lambda V, H: V + 2 * H + 2, _LEAN),
+    "first_lean": Rule(first_lean, (0.0, 0.99), lambda V, H: V + 2 * H + 2, _FIRST_LEAN),
     "ember": Rule(ember, (0.0, 0.999), lambda V, H: V + H, {"zero_sum": False}),
     "adafactor": Rule(adafactor, (0.0, 0.999), lambda V, H: V + H, {"zero_sum": False}),
     "balanced": Rule(balanced, (0.95, 0.999), _matrix, {"zero_sum": False}),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
+from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LEAN_LR_FACTOR, LOG_LIMIT, lean_lr_factor
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
 
@@ -206,8 +206,8 @@ def _lean(
     w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-o.row_exponent / 2)).astype(nu.dtype)
     seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
     rho = optax.tree.bias_correction(_typical_square(nu), o.b2, seen)
-    # A row whose gradient jumps moves by at most 30 times the rate.
-    limit = 30 * rho ** (0.5 - o.row_exponent / 2) / jnp.sqrt(jnp.where(square == 0, 1, square))
+    norm = jnp.sqrt(jnp.where(square == 0, 1, square))
+    limit = LARGEST_STEP * rho ** (0.5 - o.row_exponent / 2) / norm
     w = jnp.where((square != 0) & (w > limit), limit.astype(nu.dtype), w)
     w = jnp.expand_dims(w, 1 - o.vocab_axis)  # [V, 1]
     active = w != 0
@@ -270,9 +270,7 @@ def _typical_square(nu: jax.Array) -> jax.Array:
     total, number = jnp.stack([logs, known]).sum(1)  # in one all-reduce, where columns are split
     number = jnp.maximum(number, 1)
     center = total / number
-    # No column counts as more than 10^4 times as far as the others, so that one cannot move rho.
-    limit = math.log(1e4)
-    distances = jnp.where(known, jnp.clip(logs - center, -limit, limit), 0)
+    distances = jnp.where(known, jnp.clip(logs - center, -LOG_LIMIT, LOG_LIMIT), 0)
     return jnp.exp(center + distances.sum() / number)
 
 

@@ -1,8 +1,11 @@
 """LEAN's constants, and the rate that follows from the number of steps; for torch and for JAX."""
 
+import math
 from numbers import Integral
 from typing import Any
 
+LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
+LARGEST_STEP = 30.0  # of a row, relative to the rate, when its gradient jumps
 LEAN_LR_FACTOR = 2.0
 """LEAN's learning rate where nothing says it, relative to the optimizer's; for long trainings."""
 

@@ -48,12 +48,11 @@ import math
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.lean import LARGEST_STEP, LOG_LIMIT
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 from coupled_adam.optim.rounding import round_
 
 SKIPS_ON_DEVICE = False
-LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
-LARGEST_STEP = 30.0  # of a row, relative to the rate, when its gradient jumps
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:

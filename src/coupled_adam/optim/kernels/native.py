@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from coupled_adam.optim import reference
+from coupled_adam.optim.lean import LARGEST_STEP, LOG_LIMIT
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, is_plain_memory
 
 SKIPS_ON_DEVICE = False
@@ -141,9 +142,9 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.row_correction = 1 - beta2**t
         record.exponent = matrix.group["row_exponent"] / 2
         record.nu_correction = seen
-        record.log_limit = reference.LOG_LIMIT
+        record.log_limit = LOG_LIMIT
         # row_share has another factor than the mean of the squares
-        record.largest_step = reference.LARGEST_STEP * (1 - beta2) ** 0.5
+        record.largest_step = LARGEST_STEP * (1 - beta2) ** 0.5
         record.finish = matrix.touched is not None or not matrix.row_ranks
         if matrix.touched is not None:
             assert matrix.row_step is not None

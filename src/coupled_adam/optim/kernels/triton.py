@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import core  # by its own name, as the interpreter looks for it
 
-from coupled_adam.optim import reference
+from coupled_adam.optim.lean import LARGEST_STEP, LOG_LIMIT
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 
 SKIPS_ON_DEVICE = True
@@ -115,8 +115,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         matrix.touched, matrix.row_step if matrix.touched is not None else None, param.shape[0],
         rows, columns,
         share=share, exponent=matrix.group["row_exponent"] / 2,
-        log_limit=reference.LOG_LIMIT / math.log(2),
-        log_largest_step=math.log2(reference.LARGEST_STEP),
+        log_limit=LOG_LIMIT / math.log(2),
+        log_largest_step=math.log2(LARGEST_STEP),
         **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
     )
     are_complete = not matrix.row_ranks and weights is None and matrix.touched is None

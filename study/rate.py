@@ -113,9 +113,12 @@ class Setting:
         """How far the loss at a factor is above the lowest that was tried, averaged over seeds.
 
         It is read between the factors that were tried, linearly in their logarithms, and beyond
-        them from the last two.
+        them from the last two. A seed of which these would go on falling says nothing about the
+        cost, and is left out; it is nan if there is no other.
         """
-        return float(np.mean([_cost(losses, factor) for losses in self.losses.values()]))
+        costs = [_cost(losses, factor) for losses in self.losses.values()]
+        known = [max(0.0, cost) for cost in costs if cost > -1e-9]
+        return float(np.mean(known)) if known else math.nan
 
     @property
     def best(self) -> float:
@@ -126,13 +129,12 @@ class Setting:
 
 
 def _cost(losses: Mapping[float, float], factor: float) -> float:
-    """The cost of a factor with one seed; never below 0, as what is extrapolated could be."""
+    """The cost of a factor with one seed; below 0 only where falling losses are continued."""
     tried_factors = sorted(losses)
     nearest = np.clip(np.searchsorted(tried_factors, factor), 1, len(tried_factors) - 1)
     low, high = tried_factors[nearest - 1], tried_factors[nearest]
     slope = (losses[high] - losses[low]) / math.log(high / low)
-    at = losses[low] + slope * math.log(factor / low)
-    return max(0.0, at - min(losses.values()))
+    return losses[low] + slope * math.log(factor / low) - min(losses.values())
 
 
 _NAMES: dict[str, Callable[[Any], str]] = {
@@ -232,8 +234,9 @@ def costs(
         all_costs.append(cost)
         shown = [f"{setting.best:.3g}", f"{compared[first](setting.steps):.3g}"]
         seeds = str(len(setting.losses))
-        rows.append([setting.label, seeds, *shown, *map("{:.3f}".format, cost)])
-    for name, of in (("on average", np.mean), ("at most", np.max)):
+        cells = ("" if math.isnan(c) else f"{c:.3f}" for c in cost)
+        rows.append([setting.label, seeds, *shown, *cells])
+    for name, of in (("on average", np.nanmean), ("at most", np.nanmax)):
         rows.append([name, "", "", "", *map("{:.3f}".format, of(all_costs, axis=0))])
     header = ["setting", "seeds", "best of those tried", first, f"cost of {first}"]
     return Table([*header, *(f"of {name}" for name in others)], rows)
@@ -251,7 +254,7 @@ def fitted_anew() -> tuple[float, float]:
 
     def cost(constants: tuple[float, float]) -> float:
         c, cap = constants
-        return sum(x.cost(min(cap, max(1.0, c / x.steps))) for x in fitted)
+        return float(np.nanmean([x.cost(min(cap, max(1.0, c / x.steps))) for x in fitted]))
 
     return min(tried, key=cost)
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from coupled_adam import embedding_parameters
-from coupled_adam.optim.param_groups import is_vector
+from coupled_adam import embedding_parameters, param_groups
 
 LLAMA: dict[str, Any] = {"model_type": "llama"}
 GEMMA: dict[str, Any] = {"model_type": "gemma3_text", "vocab_size": 262_144, "head_dim": 256}
@@ -59,12 +58,8 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
     tables = embedding_parameters(model)
     embeddings = sum(p.numel() for p in tables.values())
     of_lean = sum(4 * (len(p) + 2 * p.shape[1]) for p in tables.values())
-    other_tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    hidden = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if p.dim() == 2 and p not in {*tables.values(), *other_tables} and not is_vector(name, p)
-    )
+    roles = param_groups(model).roles
+    hidden = sum(p.numel() for p, role in roles.items() if role == "matrix")
     sizes = {
         "parameters": parameters,
         "embeddings": embeddings,

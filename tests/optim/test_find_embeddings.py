@@ -280,7 +280,7 @@ def test_found(build, names):
         for name, p in zip(group["param_names"], group["params"], strict=True):
             assert model.get_parameter(name) is p
             module = model.get_submodule(name.rpartition(".")[0])
-            decays = p.dim() >= 2 and not isinstance(module, nn.Embedding | nn.LayerNorm)
+            decays = p.dim() >= 2 and not isinstance(module, nn.Embedding | nn.LayerNorm | Table)
             assert group["weight_decay"] == (0.3 if decays and name not in names else 0.0), name
             p.grad = torch.ones_like(p)
     optimizer.step()

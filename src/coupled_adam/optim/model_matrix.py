@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from coupled_adam.optim.roles import words
+
 # Words in the names of what may have V rows that are not tokens.
 _NO_TOKENS = re.compile(
     "(pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
@@ -90,10 +92,8 @@ class ModelMatrix:
 
     def _words(self) -> list[str]:
         # The end of the name only: what is further up describes the whole model.
-        names = " ".join([*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]])
-        # From GPTPosEmb and tok_emb to gpt, pos, emb, tok and emb.
-        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
-        return [word.lower() for word in words]
+        names = [*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]]
+        return [word for name in names for word in words(name)]
 
 
 def _kind(module: nn.Module) -> str:

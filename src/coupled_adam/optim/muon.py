@@ -1,7 +1,7 @@
 """Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from coupled_adam.optim.named_parameters import Parameters, resolve
 from coupled_adam.optim.options import Group, check_options, is_muons
 from coupled_adam.optim.param_groups import (
     Embeddings,
-    is_vector,
     named_parameters,
     param_groups,
     split,
 )
+from coupled_adam.optim.roles import Role, role_of
 from coupled_adam.optim.state import describe
 
 try:
@@ -30,8 +30,8 @@ except ImportError:  # before torch 2.9
 class MuonWithCoupledAdam(CoupledAdamW):
     """``torch.optim.Muon`` for hidden matrices and :class:`CoupledAdamW` for all else, as one.
 
-    Muon updates every matrix with two dimensions that is not an embedding, a head, a bias or the
-    weight of a norm. :func:`coupled_adam.param_groups` makes the groups of the other parameters.
+    Muon updates the matrices with two dimensions that are not embeddings, heads, biases or norms;
+    :func:`coupled_adam.param_groups` tells which, and makes the groups of the other parameters.
     There is one list of groups (Muon's first), one state dict, one learning-rate schedule, which
     keeps the ratios of the rates, and one step for ``GradScaler``.
 
@@ -41,9 +41,9 @@ class MuonWithCoupledAdam(CoupledAdamW):
 
     Args:
         params: a model, on which distributed wrappers have not flattened the parameters; or, with
-            ``vocab_size``, parameters, named parameters or param groups. Nothing but ``adamw``
-            then tells a table of positions from a hidden matrix, and all parameters have the weight
-            decay of their groups.
+            ``vocab_size``, parameters, named parameters or param groups. Nothing but names and
+            ``adamw`` then tells a table of positions from a hidden matrix, and all parameters have
+            the weight decay of their groups.
         lr: Muon's learning rate.
         adam_lr: the learning rate of everything else; by default ``lr``. Where a param group has
             another one, Muon's is larger or smaller to the same extent.
@@ -120,15 +120,13 @@ class MuonWithCoupledAdam(CoupledAdamW):
         self._adam_lr = lr if adam_lr is None else adam_lr
         adam_options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         adam_options |= {"lr": self._adam_lr, "fused": fused}
-        # 2. All groups as CoupledAdamW's, and what Muon cannot have
-        others: set[Tensor] = set()
+        # 2. All groups as CoupledAdamW's; names alone, or numbers, say less of what is in a list
+        roles: Mapping[Tensor, Role]
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
             groups |= {"vocab_size": vocab_size, "steps": steps}
             made = param_groups(params, embeddings, beside_muon=steps is not None, **groups)
-            # Hidden matrices have the optimizer's weight decay, and all others one of their own.
-            others = {p for group in made if "weight_decay" in group for p in group["params"]}
-            names = dict(params.named_parameters(remove_duplicate=False))
+            names, roles = dict(params.named_parameters(remove_duplicate=False)), made.roles
             super().__init__(made, **adam_options)
         else:
             if groups:
@@ -141,11 +139,12 @@ class MuonWithCoupledAdam(CoupledAdamW):
             super().__init__(
                 params, embeddings=embeddings, vocab_size=vocab_size, steps=steps, **adam_options
             )
-            names = dict(pair for group in self.param_groups for pair in named_parameters(group))
-        others |= resolve(names, adamw, "adamw")
+            named = [pair for group in self.param_groups for pair in named_parameters(group)]
+            names, roles = dict(named), {p: role_of(name, p) for name, p in named}
+        others = resolve(names, adamw, "adamw")
 
-        def is_for_muon(name: str, p: Tensor) -> bool:
-            return p.dim() == 2 and not is_vector(name, p) and p not in others
+        def is_for_muon(_: str, p: Tensor) -> bool:
+            return roles[p] == "matrix" and p not in others
 
         # 3. Muon's part of each group in a group of its own, before the rest
         split_groups = []

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from coupled_adam.optim.find_embeddings import Couple, find_embeddings, matrices_of_size
 from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
-from coupled_adam.optim.model_matrix import listed
+from coupled_adam.optim.model_matrix import ModelMatrix, listed
 from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
 from coupled_adam.optim.options import (
     OPTIONS,
@@ -16,6 +16,7 @@ from coupled_adam.optim.options import (
     check_options,
     complete,
 )
+from coupled_adam.optim.roles import DECAYING, Role, roles_of
 from coupled_adam.optim.state import sparse_problem
 from coupled_adam.optim.warn import warn
 
@@ -34,7 +35,11 @@ _OPTIONS |= {"row_exponent", "zero_sum", "stochastic_rounding"}
 
 
 class ParamGroups(list[Group]):
-    """A list of param groups that prints a line for each parameter: name, shape and options."""
+    """A list of param groups that prints each parameter: name, shape, role and options."""
+
+    def __init__(self, groups: Iterable[Group], roles: Mapping[Tensor, Role]) -> None:
+        super().__init__(groups)
+        self.roles = roles
 
     def __repr__(self) -> str:
         lines = []
@@ -48,7 +53,7 @@ class ParamGroups(list[Group]):
             )
             for name, p in named_parameters(group):
                 shape = " x ".join(map(str, p.shape))
-                lines.append(f"{name:<40} {shape:>14}  {shown}")
+                lines.append(f"{name:<40} {shape:>14}  {self.roles[p]:<11}  {shown}")
         return "\n".join(lines)
 
 
@@ -71,9 +76,13 @@ def param_groups(
     Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. By
     default neither they nor other embeddings, such as those of positions and token types, have
     weight decay. Biases, norms and what has a single row or column, such as the score of a reward
-    model, never have any, and all other matrices have the optimizer's. Frozen parameters are left
-    out. In the experiments of arXiv 2502.08441 learned positions do have
-    weight decay; the other exemptions are the same there, with both optimizers.
+    model, never have any, however many dimensions they are stored with, and nor has what the model
+    marks, by ``p._no_weight_decay = True`` or by a method ``no_weight_decay()`` as in timm. All
+    other matrices, stacks of matrices and convolutions have the optimizer's. What a parameter is
+    follows from the class of its module, and in modules that are written by hand from the last
+    words of its name. Frozen parameters are left out. In the experiments of arXiv 2502.08441
+    learned positions do have weight decay; the other exemptions are the same there, with both
+    optimizers.
 
     What is not given here, for the token embeddings or for all, is the optimizer's.
 
@@ -121,8 +130,9 @@ def param_groups(
             as in :func:`embedding_parameters`.
 
     Warns:
-        UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
-            token embeddings are frozen (as with LoRA), or were not found.
+        UserWarning: as in :func:`embedding_parameters`; if there is nothing to couple, because
+            token embeddings are frozen (as with LoRA), or were not found; and if it is not clear
+            what a parameter is, which then has weight decay.
 
     Examples:
         >>> groups = param_groups(model, "lean", steps=10_000)
@@ -160,26 +170,40 @@ def param_groups(
             raise ValueError(f"steps={steps} has no effect, as {why}")
         if frozen or vocab_size is None:  # otherwise the search has said so
             warn(f"no param group is coupled, as {why}")
-    embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
-    if head_lr is not None and not any(m.is_head for m in embedding_of.values()):
+    embedding_of = {m.parameter: m for m in coupled}
+    roles = roles_of(
+        model,
+        {
+            m.parameter: "head" if m.is_head else "embedding"
+            for m in (*coupled, *all_embeddings)
+            if m.sides or m in coupled
+        },
+    )
+    if head_lr is not None and "head" not in roles.values():
         raise ValueError(
             f"head_lr={head_lr}, but no output embedding of its own was found or named: pass "
             "embeddings= with lr or lr_factor instead"
         )
     # With all their names, as exclude= may have any name of a tied parameter.
     left_out = resolve(dict(model.named_parameters(remove_duplicate=False)), exclude, "exclude")
+    unknown = [
+        ModelMatrix(name, p)
+        for name, p in model.named_parameters()
+        if roles[p] == "unknown" and p.requires_grad and p not in left_out
+    ]
+    if unknown:
+        warn(
+            f"it is not clear what these parameters are: {listed(unknown)}. They have the weight "
+            "decay of matrices, and are not for Muon; p._no_weight_decay = True exempts one"
+        )
     # 3. A group for the parameters of each kind, those that have all options in common
     groups: dict[tuple[Any, ...], Group] = {}
     for name, p in model.named_parameters():
         if p in left_out or not p.requires_grad:
             continue
-        embedding = embedding_of.get(p)
-        is_coupled = embedding in coupled
-        is_hidden = embedding is None and not is_vector(name, p)
-        group: Group = {"params": [], "param_names": [], "coupled": is_coupled}
-        if embedding is None:
-            decay = weight_decay if is_hidden else 0.0
-        elif is_coupled:
+        role = roles[p]
+        group: Group = {"params": [], "param_names": [], "coupled": p in embedding_of}
+        if embedding := embedding_of.get(p):
             decay = coupled_decay
             group |= {**options, "vocab_dim": embedding.vocab_dim}
             if embedding.has_sparse_gradients:  # what would move all rows is left out
@@ -187,9 +211,11 @@ def param_groups(
                 group |= {"zero_sum": False, "weight_decay": decay, "sparse": True}
                 if problem := sparse_problem(_COMPLETE | group, p):
                     raise ValueError(f"{embedding} {problem}")
-        else:
+        elif role in ("embedding", "head", "positions"):
             decay = embedding_weight_decay
-        has_head_lr = head_lr is not None and embedding is not None and embedding.is_head
+        else:
+            decay = weight_decay if role in DECAYING else 0.0
+        has_head_lr = head_lr is not None and role == "head"
         if has_head_lr:
             for option in ("lr_factor", "lr_factor_from"):
                 group.pop(option, None)
@@ -200,18 +226,13 @@ def param_groups(
         # that frameworks log is the first group's, which should be the optimizer's own.
         is_sparse = "sparse" in group
         key = (
-            *(is_coupled, has_head_lr, is_sparse, group.get("vocab_dim", 0)),
-            *(not is_hidden, decay or 0.0),
+            *(group["coupled"], has_head_lr, is_sparse, group.get("vocab_dim", 0)),
+            *(role not in DECAYING, decay or 0.0),
         )
         group = groups.setdefault(key, group)
         group["params"].append(p)
         group["param_names"].append(name)
-    return ParamGroups(groups[key] for key in sorted(groups))
-
-
-def is_vector(name: str, p: Tensor) -> bool:
-    """Whether a parameter is a bias, the weight of a norm, or weight_norm's magnitudes [V, 1]."""
-    return p.dim() < 2 or name.split(".")[-1] == "bias" or 1 in p.shape
+    return ParamGroups([groups[key] for key in sorted(groups)], roles)
 
 
 def embedding_options(

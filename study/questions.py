@@ -374,15 +374,19 @@ def _beside_muon(
 
 
 def _tables_beside_muon(factors: Iterable[float]) -> dict[str, Entry]:
-    """Three optimizers of the embeddings beside Muon, with rates relative to Muon's.
+    """LEAN and AdamW for the embeddings beside Muon, with rates relative to Muon's.
 
-    The betas 0.8, 0.95 are those that modded-nanogpt and nanochat give embeddings beside Muon.
+    AdamW's betas are the best known, those of November 2026 in nanochat (0.8, 0.995 for the input
+    table, 0.8, 0.96 for the head) and in modded-nanogpt (0.5, 0.95), and 0.8, 0.95, neither's.
     """
     lean = {"row_exponent": LEAN["row_exponent"], "zero_sum": True}
+    betas = ((0.0, 0.999), (0.8, 0.95), (0.8, 0.995), (0.8, 0.96), (0.5, 0.95))
     tables: dict[str, dict[str, Any]] = {
         "lean": {**lean, "beta1": LEAN["betas"][0], "beta2": LEAN["betas"][1]},
-        "adamw 0 0.999": {"coupled": False, "beta1": 0.0, "beta2": 0.999},
-        "adamw 0.8 0.95": {"coupled": False, "beta1": 0.8, "beta2": 0.95},
+        **{
+            f"adamw {beta1:g} {beta2:g}": {"coupled": False, "beta1": beta1, "beta2": beta2}
+            for beta1, beta2 in betas
+        },
     }
     return {
         f"{name} f={factor:g}": Entry(
@@ -743,6 +747,37 @@ def _final_rates() -> dict[str, Entry]:
     }
 
 
+ADAMW_FACTORS = {
+    "1.2M": 16.0,
+    "untied": 8.0,
+    "rotary": 8.0,
+    "H=32": 8.0,
+    "16k": 16.0,
+    "64k": 16.0,
+    "H=128": 16.0,
+    "V=16384": 2**3.5,
+    "1k": 12.5,
+    "512": 6.25 * 2**0.5,
+    "constant": 16.0,
+    "2400 steps": 2**2.5,
+    "9768 steps": 2.0,
+}
+"""What the validation loss of AdamW at 0, 0.999 has chosen in the settings of the finals."""
+
+
+def _rivals() -> dict[str, Entry]:
+    """AdamW at 0, 0.999 with its embeddings decayed, at its best factor and beside it."""
+    return {
+        f"{setting} adamw 0 0.999 decay=0.02 {times}": Entry(
+            {**WITHOUT_MOMENTUM, **DECAY, "lr_factor": factor * multiple},
+            FINAL_SETTINGS[setting].overrides,
+            FAST,
+        )
+        for setting, factor in ADAMW_FACTORS.items()
+        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+    }
+
+
 def _small_batches() -> dict[str, Entry]:
     """LEAN with an exponent of 0.5 in small batches, at the rates of the finals."""
     return {
@@ -1034,6 +1069,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "screening": _screening(),
     "finals": _finals(),
     "final_rates": _final_rates(),
+    "rivals": _rivals(),
     "small_batches": _small_batches(),
     "fewest_steps": _fewest_steps(),
     "formula": _formula(),
@@ -1082,6 +1118,7 @@ UNFINISHED = (
     "parts_longer",
     "rate_rule",
     "rate_rule_wiki",
+    "rivals",
     "row_moments",
     "screening",
     "settings",

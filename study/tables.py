@@ -622,20 +622,25 @@ BESIDE_MUON = {
     "LEAN": "lean",
     "AdamW, 0, 0.999": "adamw 0 0.999",
     "AdamW, 0.8, 0.95": "adamw 0.8 0.95",
+    "AdamW, 0.8, 0.995": "adamw 0.8 0.995",
+    "AdamW, 0.8, 0.96": "adamw 0.8 0.96",
+    "AdamW, 0.5, 0.95": "adamw 0.5 0.95",
 }
-"""The columns of the table of embeddings beside Muon, and the names of their runs."""
+"""The columns of the table of embeddings beside Muon, those with runs, by the names of these."""
 
 
 def _tables_beside_muon() -> Table:
     """Validation losses of one seed by rate, then test documents at the best rates, all seeds."""
     lines: list[list[str | Cell]] = []
-    chosen = {}
-    for arm in BESIDE_MUON.values():
-        tried = [n for n in results("muon_tables") if n.startswith(f"{arm} f=")]
-        chosen[arm] = _chosen("muon_tables", tried)
+    names = {
+        label: [name for name in results("muon_tables") if name.startswith(f"{arm} f=")]
+        for label, arm in BESIDE_MUON.items()
+    }
+    tried = {label: by_factor for label, by_factor in names.items() if by_factor}
+    chosen = {BESIDE_MUON[label]: _chosen("muon_tables", tried[label]) for label in tried}
     for factor in sorted({int(name.partition("f=")[2]) for name in results("muon_tables")}):
         cells: list[str | Cell] = [f"validation, f = {factor}"]
-        for arm in BESIDE_MUON.values():
+        for arm in chosen:
             name = f"{arm} f={factor}"
             is_tried = name in results("muon_tables")
             loss = f"{_first('muon_tables', name)['valid_loss']:.3f}" if is_tried else ""
@@ -645,7 +650,7 @@ def _tables_beside_muon() -> Table:
     lines.append(["test documents", *(cell(line, [], "test_documents") for line in by_arm)])
     lines.append(["‖μ‖ʳ", *(cell(line, [], "mean_norm_ratio") for line in by_arm)])
     lines.append(["seeds", *(str(len(runs(line))) for line in by_arm)])
-    return Table(["", *BESIDE_MUON], lines, left=(0,))
+    return Table(["", *tried], lines, left=(0,))
 
 
 def _first(question: str, name: str) -> dict[str, Any]:

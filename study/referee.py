@@ -17,8 +17,9 @@ from coupled_adam.lab.reporting.statistics import (
 )
 from coupled_adam.rendering.tables import Cell, Table
 
-from .questions import FINAL_SETTINGS, RATES_BESIDE, SETTINGS
+from .questions import FINAL_SETTINGS, FORMULA_SETTINGS, RATES_BESIDE, SETTINGS
 from .rows import BEST, Line, by_seed, p_text, runs, values
+from .run import results
 
 Array = NDArray[np.float64]
 
@@ -372,6 +373,49 @@ def final_rates_table() -> Table:
     return Table(["setting", *header, "Ember: factor", "Ember − AdamW", "pairs"], rows)
 
 
+FORMULA_LABELS = {
+    "limit": "with the new limit",
+    "relative later": "candidate",
+    "relative": "zero-sum from the first step",
+    "relative free": "never zero-sum",
+}
+
+
+def formula_table() -> Table:
+    """Validation losses with the first seed, of AdamW, LEAN's second edition and the candidate.
+
+    Each is at the best of its rates, but at a low rate all have the same.
+    """
+    rows: list[list[str | Cell]] = []
+    above: list[list[float]] = []
+    for setting, (_, factor) in FORMULA_SETTINGS.items():
+        name, low, _ = setting.partition(" low")
+        tried: list[list[Line | None]] = [
+            [at_rates(name, arm).get(factor) if low else at_best_rate(name, arm)[1]]
+            for arm in ("adamw 0 0.999", "lean2 0 0.99")
+        ]
+        tried += [
+            [
+                Line("", "formula", run)
+                for run in results("formula")
+                if run.startswith(f"{setting} {formula} x")
+            ]
+            for formula in FORMULA_LABELS
+        ]
+        seed = min(by_seed(finalist(name, "adamw 0 0.999"), "valid_loss"))
+        losses = [
+            min((by_seed(line, "valid_loss")[seed] for line in lines if line), default=np.nan)
+            for lines in tried
+        ]
+        rows.append([setting, *("" if np.isnan(loss) else f"{loss:.3f}" for loss in losses)])
+        if not low:
+            above.append([loss - losses[1] for loss in losses])
+    known = [[x for x in of_all if not np.isnan(x)] for of_all in zip(*above)]
+    means = (f"{np.mean(x):+.3f}, {len(x)} settings" if x else "" for x in known)
+    rows.append(["mean difference from the second edition", *means])
+    return Table(["setting", "AdamW, 0, 0.999", "second edition", *FORMULA_LABELS.values()], rows)
+
+
 def with_documents() -> list[Line]:
     """The rows of :data:`BETAS` that have a loss for each document."""
     return [line for line in BETAS if held_out(line)]
@@ -386,4 +430,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "finals": partial(finals_table, "test_documents"),
     "finals_valid": partial(finals_table, "valid_loss"),
     "final_rates": final_rates_table,
+    "formula": formula_table,
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.reference import LARGEST_STEP, LOG_LIMIT
+from coupled_adam.optim.lean import LARGEST_STEP, LOG_LIMIT
 
 Group = dict[str, Any]
 State = dict[str, Tensor]

@@ -70,9 +70,9 @@ def not_finite(*arguments, loss=LanguageModel.loss):
     return loss(*arguments) * float("nan")
 
 
-def on_rank_one(fault, function):
+def on_rank(rank, fault, function):
     def chosen(*arguments):
-        return (fault if distributed.rank() == 1 else function)(*arguments)
+        return (fault if distributed.rank() == rank else function)(*arguments)
 
     return chosen
 
@@ -116,8 +116,9 @@ def build_in(fault, number):
         "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
-        "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),
-        "death": (LanguageModel, "loss", on_rank_one(kill, loss)),
+        "nan": (LanguageModel, "loss", on_rank(1, not_finite, loss)),
+        "death-of-0": (LanguageModel, "loss", on_rank(0, kill, loss)),
+        "death-of-1": (LanguageModel, "loss", on_rank(1, kill, loss)),
     }
     at(number, *places[fault])
 

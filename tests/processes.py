@@ -129,10 +129,11 @@ class Process:
         self._process.kill()
 
 
-def start_ranks(number, command, env=None):
+def start_ranks(number, command, env=None, cwd=None, last=None):
     """A command on several ranks that form one process group, told what torchrun tells them.
 
-    Torch's store for their rendezvous is in this process, as it is in torchrun.
+    Torch's store for their rendezvous is in this process, as it is in torchrun. ``last`` has
+    the arguments of :class:`Process` that are others for the last rank.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {
@@ -148,7 +149,9 @@ def start_ranks(number, command, env=None):
         told |= {"RANK": rank, "LOCAL_RANK": rank}
         environment = {**(os.environ if env is None else env), **told}
         environment = {name: str(value) for name, value in environment.items()}
-        processes.append(Process(command, environment, group=processes[0] if rank else None))
+        own = {"command": command, "env": environment, "cwd": cwd}
+        own |= last if last and rank == number - 1 else {}
+        processes.append(Process(**own, group=processes[0] if rank else None))
         processes[-1].store = store
     return processes
 

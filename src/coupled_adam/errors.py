@@ -29,6 +29,10 @@ class TrainingError(Exception):
     """Raised if a run cannot continue; the message names the step and says what is kept."""
 
 
+class LostProcessError(TrainingError):
+    """Raised on each of the other processes if one has ended, or does not answer."""
+
+
 class DivergedError(TrainingError):
     """Raised if the loss or the gradient is not finite at ``step``, counted from 1."""
 

@@ -22,6 +22,7 @@ from coupled_adam.cli.terminal import (
     quiet_libraries,
 )
 from coupled_adam.errors import (
+    LostProcessError,
     PreemptedError,
     TrainingError,
     UsageError,
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not code:  # a bug
             raise
         # Of several processes each says what went wrong in it, and the first what all of them know.
-        if process_number() and not isinstance(error, UsageError | TrainingError):
+        is_shared = isinstance(error, UsageError | TrainingError)
+        if process_number() and (not is_shared or isinstance(error, LostProcessError)):
             print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)
         try:
             sys.stdout.flush()

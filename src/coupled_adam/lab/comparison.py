@@ -9,25 +9,28 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from coupled_adam.errors import DivergedError
 from coupled_adam.fields import require
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import check_architecture
 from coupled_adam.lab.recipe import Recipe, differences, load_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import (
+    check_agreement,
     on_every_rank,
     on_rank_zero,
     process_group,
     rank,
     world_size,
 )
+from coupled_adam.lab.training.environment import code_digest, versions
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import check_folder
 from coupled_adam.lab.training.train import train
@@ -112,9 +115,9 @@ def compare(
     with contextlib.ExitStack() as claims:
         # The group ends after the training: rank 0 evaluates alone, and nobody waits in it.
         with process_group(execution.device):
+            check_agreement(functools.partial(_settings, recipe, out, execution))
             comparison = on_rank_zero(lambda: claims.enter_context(claimed(out, check)))
-            # All ranks prepare it: on several nodes each has a disk of its own.
-            corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
+            corpus = _corpus(recipe, cache)
             text = yaml.safe_dump(comparison.to_dict(), sort_keys=False)
             on_rank_zero(lambda: write_atomically(out / COMPARISON, text))
             # Seed by seed: what an interrupted comparison has can be compared in pairs. The folder
@@ -155,12 +158,29 @@ def train_and_evaluate(
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     check_architecture(run.recipe)
     with process_group(execution.device):
+        check_agreement(lambda: _settings(run.recipe, run.folder, execution, run))
         on_rank_zero(lambda: _check_claim(run, resume))
-        corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))[rank()]
+        corpus = _corpus(run.recipe, cache)
         train(run, corpus, execution)
         is_first = rank() == 0  # as above
     if is_first:
         evaluate_run(run, corpus, device=execution.device)
+
+
+def _settings(
+    recipe: Recipe, out: Path, execution: Execution, run: Run | None = None
+) -> dict[str, Any]:
+    """All in which the processes of a comparison, or of a run, have to agree but the text."""
+    chosen = {"out": str(out.absolute()), "arm": run and run.arm_name, "seed": run and run.seed}
+    chosen |= {f.name: getattr(execution, f.name) for f in dataclasses.fields(Execution)}
+    return {**recipe.to_dict(), **chosen, **versions(), "source": code_digest(recipe.variant)}
+
+
+def _corpus(recipe: Recipe, cache: Path) -> Corpus:
+    """The corpus, which each rank prepares: on several nodes each has a disk of its own."""
+    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))[rank()]
+    check_agreement(lambda: {"corpus": {**corpus.facts, "key": corpus.folder.name}})
+    return corpus
 
 
 def _check_claim(run: Run, resume: bool) -> None:

@@ -1,7 +1,7 @@
 """Training with several processes, which torchrun or SLURM's srun has started."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,7 +11,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.errors import TrainingError, UsageError, one_line
+from coupled_adam.errors import LostProcessError, TrainingError, UsageError, one_line
+from coupled_adam.lab.recipe import differences
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def process_group(device: str) -> Iterator[None]:
 
     Raises:
         UsageError: if the device is one of several GPUs, which the launcher shares out.
-        TrainingError: if another process has ended, or does not answer within torch's time limit.
+        LostProcessError: if another process has ended, or does not answer in torch's time limit.
     """
     environment = launcher()
     if environment is None:
@@ -85,7 +86,7 @@ def process_group(device: str) -> Iterator[None]:
         # gloo has no class of its own for a peer that is gone.
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
-        raise TrainingError(
+        raise LostProcessError(
             "another process of this run has ended or hangs (see its last output); the last "
             "checkpoint is kept, continue with --resume"
         ) from error
@@ -134,3 +135,18 @@ def on_every_rank(function: Callable[[], T]) -> list[T]:
 def on_rank_zero(function: Callable[[], T]) -> T:
     """Call a function on rank 0 only; every rank gets its result, or an error."""
     return on_every_rank(function if rank() == 0 else lambda: None)[0]  # type: ignore[return-value]
+
+
+def check_agreement(settings: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise UsageError on all ranks, which names the keys, if settings differ between ranks."""
+    first, *others = on_every_rank(settings) if world_size() > 1 else [{}]
+    for number, other in enumerate(others, 1):
+        different = "; ".join(
+            f"{key} is {one_line(there, 80)} in process 0 and {one_line(here, 80)} in {number}"
+            for key, (there, here) in differences(first, other).items()
+        )
+        if different:
+            raise UsageError(
+                f"the processes of a run do not agree: {different}. Start all of them with the "
+                "same command, files and versions"
+            )

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from coupled_adam.lab.data.source import content_digest
 
 _PACKAGES = ("coupled-adam", "torch", "lightning", "transformers", "tokenizers", "numpy", "scipy")
 
@@ -21,14 +24,26 @@ def environment() -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        **versions(),
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def versions() -> dict[str, Any]:
+    """The versions of Python and of the packages that a run's numbers depend on."""
+    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), "packages": packages}
+
+
+def code_digest(variant: str | None) -> str:
+    """A hash of this package's source, and of the module of a variant ``module:name``."""
+    spec = importlib.util.find_spec(variant.partition(":")[0]) if variant else None
+    own = sorted(Path(__file__).parents[2].rglob("*.py"))
+    return content_digest([*own, *([Path(spec.origin)] if spec and spec.origin else [])])
 
 
 def _git_commit() -> str | None:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from coupled_adam.errors import UsageError, one_line
 
@@ -40,13 +40,79 @@ def regular(path: Path) -> Path:
     return path
 
 
+class Format(NamedTuple):
+    """A format of files that are neither plain text nor bare numbers."""
+
+    name: str
+    beginning: bytes  # a regular expression
+    remedy: str  # what to do with such a file where it is not read
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.remedy}"
+
+
+_UNPACK = "unpack it"
+_TOKENS = "write the ids that follow its header to a file of their own, with NumPy's tofile"
+POINTER = Format(
+    "a pointer of Git LFS in place of the file",
+    rb"version https://git-lfs",
+    "git lfs pull brings the file",
+)
+# Three bytes or more, as token ids may begin with any two.
+_FORMATS = (
+    POINTER,
+    Format("a NumPy array", rb"\x93NUMPY", "name it as .npy where ids or matrices are read"),
+    Format("a .npz of NumPy", rb"PK\x03\x04.{26}[^/\0]+\.npy", "numpy.save one of its arrays"),
+    Format("a zip archive", rb"PK\x03\x04", _UNPACK),
+    Format("a tar archive", rb".{257}ustar", _UNPACK),
+    Format("an archive", rb"7z\xbc\xaf|Rar!", _UNPACK),
+    Format("compressed by gzip", rb"\x1f\x8b\x08", f"{_UNPACK}, or end a text's name in .gz"),
+    Format("compressed by bzip2", rb"BZh[1-9]", f"{_UNPACK}, or end a text's name in .bz2"),
+    Format("compressed by xz", rb"\xfd7zXZ", f"{_UNPACK}, or end a text's name in .xz"),
+    Format(
+        "compressed by zstd",
+        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
+        f"{_UNPACK}, or end a text's name in .zst",
+    ),
+    Format("a Parquet file", rb"PAR1", "it holds texts, for --text"),
+    Format("an Arrow file", rb"ARROW1|\xff{4}.{3}\x00\x10\x00{3}", "write it as Parquet"),
+    Format("an HDF5 file", rb"\x89HDF", "write what is in it as .npy or Parquet"),
+    Format("an SQLite database", rb"SQLite format", "write what is in it as .csv or Parquet"),
+    Format("a safetensors file", rb".{4}\x00{4}\{", "it holds the weights of a model"),
+    Format(
+        "a pickle",
+        rb"\x80\x02\x8a\nl\xfc|\x80[\x04\x05]\x95.{4}\x00{4}",
+        "write safetensors or .npy",
+    ),
+    Format("a GGUF file", rb"GGUF", "numpy.save what gguf.dequantize makes of a tensor in it"),
+    Format("packed tokens of Lit-LLaMA", rb"LITPKDS", f"{_TOKENS} (offset 24)"),
+    Format("an index of Megatron-LM", rb"MMIDIDX", "name the .bin file beside it"),
+    Format("a file of llm.c", rb".[\xd7-\xd9]\x34\x01.\x00{3}", f"{_TOKENS}, if it has any"),
+    Format("an image", rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP", "name a text, ids or weights"),
+    Format("a PDF", rb"%PDF-", "save its text as .txt"),
+)
+
+
+def first_bytes(path: Path) -> bytes:
+    """What a file begins with, by which :func:`file_format` knows it."""
+    with regular(path).open("rb") as file:
+        return file.read(4096)
+
+
+def file_format(start: bytes) -> Format | None:
+    """The format of a file that begins so; None for plain text, bare numbers, and all unknown."""
+    return next((f for f in _FORMATS if re.match(f.beginning, start, re.DOTALL)), None)
+
+
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file that is parsed as a whole.
 
     Raises:
-        OSError: it cannot be read, or is no regular file, or has more than 256 MB.
+        OSError: it cannot be read, or is no regular file, or has more than 256 MB, or is no text.
         UnicodeDecodeError: it is not text.
     """
+    if is_no_text := file_format(first_bytes(path)):
+        raise OSError(errno.EINVAL, f"it is {is_no_text}", str(path))
     if (size := regular(path).stat().st_size) > _LARGEST_TEXT:
         reason = f"it has {size:,} bytes, and may have {_LARGEST_TEXT:,}"
         raise OSError(errno.EFBIG, reason, str(path))

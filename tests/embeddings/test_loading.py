@@ -2,9 +2,9 @@
 
 import contextlib
 import http.server
+import io
 import json
 import pickle
-import re
 import threading
 import zipfile
 from pathlib import Path
@@ -465,18 +465,20 @@ def test_a_folder_without_weights_is_described(name, tmp_path):
         load_embeddings(tmp_path)
 
 
+def npz():
+    file = io.BytesIO()
+    np.savez(file, tokens=np.zeros((4, 3)), positions=np.zeros((2, 3)))
+    return file.getvalue()
+
+
 FORMATS = {
-    "model.gguf": (b"GGUF\x03\0\0\0", "gguf.dequantize"),
-    "word2vec.bin": (b"2 50\nking " + bytes(range(200)) + b"of " + bytes(200), "binary=True"),
-    "crawl.vec": (b"2 9\n" + b"king" + b" 0.25 -1e-05 3" * 3 + b"\n", "binary=False"),
-    "glove.txt": (2 * (b"the" + b" 0.418 -0.25" * 10 + b"\n"), "no_header=True"),
-    "narrow.txt": (b"the 0.5 -1\nof 1 2.5\n", "no_header=True"),
-    "wide.vec": (b"1 768\n" + b"king" + b" -0.123456789" * 768 + b"\n", "binary=False"),
+    "model.gguf": (b"GGUF\x03\0\0\0", "is a GGUF file: numpy.save what gguf.dequantize makes"),
+    "all.npz": (npz(), "is a .npz of NumPy: numpy.save one of its arrays"),
+    "model.h5": (b"\x89HDF\r\n\x1a\n", "is an HDF5 file"),
     "old.bin": (b"\x0a\0\0\0\x05\0\0\0", "is not a file that torch.save has written"),
-    "cc.en.300.bin": (b"\xba\x16\x4f\x2f\x0c\0\0\0", "load_facebook_vectors"),
-    "notes.txt": (b"4 5\nare the sizes\n", "must be a folder, or a file that ends in"),
-    "table.txt": (b"0.1 0.2 0.3\n0.4 0.5 0.6\n", "must be a folder, or a file that ends in"),
+    "crawl.vec": (b"2 3\nking 0.25 -1e-05 3\n", "must be a folder, .* save anything else as .npy"),
     "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
+    "step-7": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
     "empty.npy": (b"", "is empty: it has 0 bytes"),
 }
 
@@ -491,26 +493,57 @@ def test_an_archive_whose_names_are_no_text(tmp_path):
         load_embeddings(tmp_path / "a.pt")
 
 
-def test_several_arrays_are_named(tmp_path):
-    """And the command that is shown makes a file of one of them."""
-    matrix = np.arange(12.0).reshape(4, 3)
-    np.savez(tmp_path / "all.npz", tokens=matrix, positions=matrix[:2])
-    with pytest.raises(ValueError, match="holds the arrays tokens, positions: ") as error:
-        load_embeddings(tmp_path / "all.npz")
-    (command,) = re.findall(r"(numpy\.save\(.*\)) makes", str(error.value))
-    new = tmp_path / "new.npy"
-    exec(command.replace("NEW.npy", str(new)), {"numpy": np})
-    (entry,) = load_embeddings(new)
-    assert torch.equal(entry.matrix, torch.from_numpy(matrix))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_that_people_bring(name, tmp_path):
-    """Are known by their content, and it is said how to make a matrix of them."""
+    """Are named, and it is said what to do: also of what stands in the place of weights."""
     content, message = FORMATS[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_embeddings(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_pointers_in_a_models_folder(name, tmp_path):
+    """Whichever file git lfs has not brought."""
+    save_file({"model.embed_tokens.weight": table(9)}, tmp_path / "model-1-of-1.safetensors")
+    index = {"weight_map": {"model.embed_tokens.weight": "model-1-of-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert len(load_embeddings(tmp_path)) == 1
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match=rf"{name}: .*a pointer of Git LFS.*git lfs pull"):
+        load_embeddings(tmp_path)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows_behind_a_mapping(scaled, tmp_path):
+    """model2vec: token i has the row mapping[i], times its weight, from a folder or the file."""
+    matrix, mapping = table(3), torch.tensor([2, 0, 1, 1, 2, 0, 0])
+    weights, expected = {"embeddings": matrix, "mapping": mapping}, matrix[mapping]
+    if scaled:
+        weights["weights"] = torch.linspace(0.1, 2, 7)
+        expected = expected * weights["weights"][:, None]
+    save_file(weights, tmp_path / "model.safetensors")
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        for tensor in (None, "embeddings"):
+            (entry,) = load_embeddings(source, tensor=tensor)
+            assert torch.equal(entry.matrix, expected)
+    for wrong in (-1, 3):
+        save_file(
+            {**weights, "mapping": mapping.clamp(max=1) + wrong}, tmp_path / "model.safetensors"
+        )
+        with pytest.raises(ValueError, match="the mapping does not fit the embeddings"):
+            load_embeddings(tmp_path)
+
+
+def test_the_head_of_a_draft(tmp_path):
+    """Its rows are other tokens than those of their number, whatever their count."""
+    weights = {"embed_tokens.weight": table(9), "lm_head.weight": table(7), "d2t": torch.arange(7)}
+    save_file(weights, tmp_path / "model.safetensors")
+    (entry,) = load_embeddings(tmp_path)
+    assert entry.tensor == "embed_tokens.weight"
+    assert entry.left_out == (
+        "lm_head.weight [7, 4] has the rows of a draft's tokens, which d2t names",
+    )
 
 
 COMMIT = "0" * 40

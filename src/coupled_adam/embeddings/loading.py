@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coupled_adam.embeddings.model_files import LISTED, open_model
-from coupled_adam.embeddings.weights import Weights
+from coupled_adam.embeddings.weights import Weights, readable
 
 # The names of layers in the families of models, after any prefix.
 _INPUTS = """
@@ -94,7 +94,7 @@ def load_embeddings(
         ValueError: if a file is damaged or needs unpickling; if it has no embeddings with a known
             name, or several whose numbers differ, which the message lists.
     """
-    return _find(open_model(source, revision, _may_be_embeddings), tensor)
+    return _find(_with_mapped_rows(open_model(source, revision, _may_be_embeddings)), tensor)
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
@@ -114,6 +114,27 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
             is_tied = weights.get("output") is weights.get("input")
             return {"output": weights["output"]} if is_tied else weights
     return {}
+
+
+def _with_mapped_rows(weights: Weights) -> Weights:
+    """The weights with a row for each token, where model2vec keeps one for several.
+
+    Of token i it is the row mapping[i], times weights[i] if there are weights.
+    """
+    if len(weights.shapes.get("embeddings", ())) != 2 or "mapping" not in weights.shapes:
+        return weights
+
+    def read(name: str) -> Tensor:
+        if name != "embeddings":
+            return weights.read(name)
+        with readable(f"{weights.source}: the mapping does not fit the embeddings"):
+            matrix = weights.read(name).index_select(0, weights.read("mapping").long())
+            if "weights" in weights.shapes:
+                matrix = matrix.float() * weights.read("weights").float()[:, None]
+        return matrix
+
+    shape = (weights.shapes["mapping"][0], weights.shapes["embeddings"][1])
+    return dataclasses.replace(weights, shapes={**weights.shapes, "embeddings": shape}, read=read)
 
 
 def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
@@ -143,10 +164,14 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
         heads = [name for name in shapes if kinds[name] == "maybe a head"]
     # A head has a row for each token, or some more or fewer; those of classifiers have not.
     tokens = max(map(len, inputs.values()), default=0)
-    for name in [name for name in heads if shapes[name][0] < tokens / 2]:
+    is_draft = any(name.split(".")[-1] == "d2t" for name in weights.shapes)
+    for name in heads[:]:
         # Several numbers are packed into one, so that the size tells nothing.
-        if not _PACKED.search(name):
-            left_out[name] = f"has too few rows for {tokens} tokens"
+        if is_draft or (shapes[name][0] < tokens / 2 and not _PACKED.search(name)):
+            few = f"has too few rows for {tokens} tokens"
+            left_out[name] = (
+                "has the rows of a draft's tokens, which d2t names" if is_draft else few
+            )
             heads.remove(name)
     outputs, unusable = _distinct(weights, heads)
     left_out |= unusable

@@ -1,9 +1,9 @@
 """The documents of text files."""
 
 import bz2
+import codecs
 import csv
 import gzip
-import itertools
 import json
 import lzma
 import re
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.files import files_below
-from coupled_adam.inputs import regular
+from coupled_adam.inputs import file_format, regular
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PLAIN = (".txt", ".md")
-ARCHIVES = (".tar", ".tgz", ".zip")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _OPEN: dict[str, Callable[..., Any]] = {
     ".bz2": bz2.open,
@@ -174,19 +173,19 @@ def _format(path: Path) -> str:
 
 def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
     """The documents of one file, which may be blank; the caller names it in errors."""
-    kind = _format(path)
-    # An archive of texts is nearly text.
-    if kind in ARCHIVES:
-        raise UsageError("it is an archive: unpack it, and give the folder")
-    if kind == ".parquet":
+    kind, opened = _format(path), _OPEN.get(path.suffix.lower(), open)
+    with opened(regular(path), "rb") as file:
+        start = file.read(4096)
+    if start.startswith(b"PAR1"):
         try:
             from pyarrow import parquet
         except ModuleNotFoundError:
             raise UsageError(".parquet needs a package: pip install pyarrow") from None
 
-        yield from column_texts(parquet.ParquetFile(regular(path)).iter_batches(1000), column)
+        yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
         return
-    with _OPEN.get(path.suffix.lower(), open)(regular(path), "rt", encoding="utf-8-sig") as lines:
+    _check_text(start, kind)
+    with opened(path, "rt", encoding="utf-8-sig") as lines:
         if kind in TABLES:
             delimiter = {".csv": ",", ".tsv": "\t"}.get(kind)
             for row in _json_rows(lines) if delimiter is None else _csv_rows(lines, delimiter):
@@ -195,46 +194,54 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
             return
         # A text without newlines is one long line, which is read in pieces.
         pieces: Iterator[str] = iter(lambda: lines.readline(_PIECE), "")
-        first = next(pieces, "")
-        if kind not in PLAIN and _is_json_object(first):
-            raise UsageError(
-                "its first line is a JSON object: rename it to end in .jsonl if each line is one, "
-                "and in .txt if it is plain text"
-            )
-        text = itertools.chain([first], pieces)
         if separator is None:
-            yield from passages(text)
+            yield from passages(pieces)
         else:  # in large chunks, as most lines have no separator
-            yield from separated(map("".join, batched(text, 2**20, len)), separator)
+            yield from separated(map("".join, batched(pieces, 2**20, len)), separator)
 
 
-def _is_json_object(line: str) -> bool:
-    if len(line) == _PIECE:  # cut: its first key tells
-        return re.match(r'\s*\{\s*"[^"]*"\s*:', line) is not None
-    if not line.lstrip().startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+# A key of an object, which arrays may be around, or a text that is the first of an array.
+_JSON = re.compile(rb'\s*((\[\s*)*\{\s*"[^"]*"\s*:|\[\s*"[^"]*"\s*[,\]])')
+
+
+def _check_text(start: bytes, kind: str) -> None:
+    """Raise UsageError for a file whose first bytes are not those of a text of this kind."""
+    if known := file_format(start):
+        raise UsageError(f"it is {known}")
+    # Without a mark at its beginning, every other byte is 0 where letters are Latin.
+    is_wide = len(start) > 9 and not (start[:64:2].strip(b"\0") and start[1:64:2].strip(b"\0"))
+    if is_wide or start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UsageError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes UTF-8 of it")
+    if b"\0" in start:
+        raise UsageError(f"it is no text, but binary: byte {start.index(0)} is 0")
+    if kind == ".parquet":
+        raise UsageError("it is no Parquet file")
+    if kind not in PLAIN + TABLES and _JSON.match(start):
+        raise UsageError(
+            "it begins with JSON: rename it to end in .jsonl if each line is an object, and in "
+            ".txt if it is plain text"
+        )
 
 
 def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The objects of JSON lines."""
     for number, line in enumerate(lines, 1):
-        if number == 1 and line.lstrip().startswith("["):
-            raise UsageError(
-                "it is a JSON array: write an object in each line, as pandas.read_json(FILE)"
-                ".to_json('NEW.jsonl', orient='records', lines=True) does"
-            )
+        problem = ""
         try:
             row = json.loads(line) if line.strip() else None
         except ValueError as error:
-            raise UsageError(f"line {number} is not JSON: {error}") from None
-        if isinstance(row, dict):
-            yield row
-        elif row is not None:
-            raise UsageError(f"line {number} is not a JSON object, but {str(row)[:50]!r}")
+            problem = f"is not JSON: {error}"
+        else:
+            if isinstance(row, dict):
+                yield row
+            elif row is not None:
+                problem = f"is not a JSON object, but {str(row)[:50]!r}"
+        if problem:
+            raise UsageError(
+                f"line {number} {problem}. Each row must be an object in a line of its own, as "
+                "pandas.read_json(FILE).to_json('NEW.jsonl', orient='records', lines=True) writes "
+                "an array of them"
+            )
 
 
 def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[dict[str, str]]:

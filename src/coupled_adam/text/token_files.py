@@ -1,6 +1,7 @@
 """Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import resolved
-from coupled_adam.inputs import read_array, regular
+from coupled_adam.inputs import file_format, read_array, regular
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
+# Printable characters; ids without a byte beyond them are a matter of a few dozen.
+_TEXT = re.compile(rb"[\t-\r -~\x80-\xf4]{64,}")
 # What llm.c's header begins with, for GPT-2's tokens and for Llama 3's.
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
@@ -74,13 +77,15 @@ class Tokens:
 def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFile:
     """Describe all tokens of a file, which may have llm.c's header, or be an array of NumPy.
 
+    Anything else that has a format, or is text, is refused: its bytes are no ids.
+
     Args:
         vocab_size: V, above all ids.
         dtype: the type of the ids, ``"uint16"``, ``"uint32"`` or ``"int64"``. None is that of the
             header or, without one, the smaller of uint16 and uint32 that can represent the ids.
 
     Raises:
-        UsageError: the file cannot be read, is truncated, or holds wider numbers.
+        UsageError: the file cannot be read, is truncated, or holds other things or wider numbers.
     """
     try:
         with regular(path).open("rb") as file:
@@ -92,6 +97,10 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
         return _array_file(path)
     magic, version, promised = np.frombuffer(start[:12].ljust(12, b"\0"), "<i4").tolist()
     stated = _LLM_C.get((magic, version))
+    if not stated and (known := file_format(start)):
+        raise UsageError(f"{path} is {known}")
+    if _TEXT.fullmatch(start[:4096]):
+        raise UsageError(f"{path} is text, and not token ids: give it as --text")
     offset = _HEADER if stated else 0
     kind = stated or dtype or ("uint16" if vocab_size <= 2**16 else "uint32")
     # Ids of another type, or a copy that was cut off, rarely fill the file exactly.

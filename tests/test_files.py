@@ -231,3 +231,19 @@ def test_pipes_in_the_place_of_files(place, tmp_path):
     assert done.returncode == 2
     assert "pipe or a device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/x", "b/y"], ["x", "y"]),
+        (["a/x", "b/x", "b/y"], ["a/x", "b/x", "y"]),
+        (["1/a/x", "2/a/x", "2/b/x"], ["1/a/x", "2/a/x", "b/x"]),
+        (["a/x", "x", "./a/x"], ["a/x", "here/x", "a/x"]),
+        (["."], ["here"]),
+    ],
+)
+def test_the_shortest_names_that_tell_paths_apart(paths, names, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert files.shortest_names(paths) == names

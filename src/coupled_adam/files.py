@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -108,6 +108,19 @@ def resolved(path: Path) -> Path:
     ``Path.resolve`` raises RuntimeError for it before Python 3.13.
     """
     return Path(os.path.realpath(path))
+
+
+def shortest_names(paths: Sequence[str | Path]) -> list[str]:
+    """The last name of each path, with as many of its folders as tell it from the others."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    lengths = [1] * len(parts)
+    while True:
+        names = [str(Path(*its_parts[-n:])) for its_parts, n in zip(parts, lengths)]
+        # A path that is given twice has one name.
+        alike = {n for n in names if len({p for p, name in zip(parts, names) if name == n}) > 1}
+        if not alike:
+            return names
+        lengths = [n + (name in alike) for n, name in zip(lengths, names)]
 
 
 def files_below(folder: Path) -> Iterator[Path]:

@@ -57,6 +57,25 @@ def test_published_formats(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["a/en.csv", "b/en.csv"], ["a/en", "b/en"]),
+        (["a/en.csv", "a/en.tsv", "de.csv"], ["en.csv", "en.tsv", "de"]),
+        (["a/rw.txt", "b/rw.txt", "b/SimLex-999.txt"], ["a/RW", "b/RW", "SimLex-999"]),
+    ],
+)
+def test_sets_of_one_name(names, keys, tmp_path):
+    """None replaces another: each has the shortest name that tells it from the others."""
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = f"word1\tword2\tmean\nold\tnew\t{number}\n"
+        (tmp_path / name).write_text(text.replace("\t", "," if name.endswith("csv") else "\t"))
+    sets = read_word_similarity(tmp_path)
+    expected = {key: float(number) for number, key in enumerate(keys)}
+    assert {key: entry.ratings[0] for key, entry in sets.items()} == expected
+
+
+@pytest.mark.parametrize(
     ("file", "text", "line"),
     [
         ("rw.txt", FILES["rw.txt"] + "snow\tice\n", 3),  # cut off

@@ -330,3 +330,20 @@ def test_names_with_control_characters(tmp_path, capsys):
     said = [text for _, *texts in shown for text in texts]
     assert not any(character in text for text in said for character in "\x1b\r")
     assert any("coupled-adam repair" in text for text in said)
+
+
+@pytest.mark.parametrize("option", ["--compare", "--duplicates", "--html"])
+def test_models_of_one_folder_name(option, tmp_path, capsys):
+    """Two checkpoints of one step are told apart wherever they are named."""
+    names = ["run-a/checkpoint-9", "run-b/checkpoint-9"]
+    for seed, name in enumerate(names):
+        (tmp_path / name).mkdir(parents=True)
+        matrix = torch.randn(60, 4, generator=torch.Generator().manual_seed(seed))
+        save_file({"embed_tokens.weight": matrix}, tmp_path / name / "model.safetensors")
+    page = tmp_path / "page.html"
+    options = [option, page] if option == "--html" else [option]
+    code, out, _ = run(capsys, *(tmp_path / name for name in names), *options)
+    shown = page.read_text() if option == "--html" else out.partition("references")[2]
+    assert code == 0
+    for name in names:
+        assert f"{name}, input" in " ".join(shown.split())

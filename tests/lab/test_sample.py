@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from tokenizers import processors
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam.cli import main
@@ -54,6 +55,23 @@ def test_a_tokenizer_with_more_tokens_than_the_model(loaded):
     model.resize_token_embeddings(300)
     with pytest.raises(UsageError, match=r"its tokenizer does not fit its model: .* have 300 rows"):
         sample(model, tokenizer, "The list is this one")
+
+
+@pytest.mark.parametrize("prompt", ["", "The"])
+def test_a_run_is_asked_as_it_was_trained(prompt, run, monkeypatch):
+    """Behind the token that its documents begin with, whatever the tokenizer puts before a text."""
+    folder, corpus = run
+    model = GPT2LMHeadModel.from_pretrained(folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="a $A", special_tokens=[("a", 5)]
+    )
+    seen = []
+    model.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(int(named["input_ids"][0, 0])), with_kwargs=True
+    )
+    sample(model, tokenizer, prompt, tokens=1)
+    assert seen == [corpus.tokens("train")[:1][0]] == [corpus.end_of_text]
 
 
 def test_command(run, gpt2, tmp_path, capsys):

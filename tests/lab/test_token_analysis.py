@@ -18,6 +18,7 @@ from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.changes import compare_analyses
 from coupled_adam.embeddings.neighbours import find_neighbours
 from coupled_adam.embeddings.undertrained import find_undertrained
+from coupled_adam.text.tokenizers import document_start
 
 SMALL = {"vocab_size": 420, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -243,7 +244,7 @@ def test_prompts_fit_the_model(length, times, trained):
     from coupled_adam.embeddings.verification import _PROMPTS, _prompts
 
     tokenizer = AutoTokenizer.from_pretrained(trained[0] / "model")
-    made = list(_prompts(tokenizer, length))
+    made = list(_prompts(tokenizer, document_start(tokenizer), length))
     (a,) = tokenizer("a", add_special_tokens=False)["input_ids"]
     for prompt, (opening, unit) in zip(made, _PROMPTS):
         assert len(prompt) <= length

@@ -20,6 +20,7 @@ from coupled_adam.cli.terminal import show, working
 from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count
+from coupled_adam.files import shortest_names
 from coupled_adam.outputs import check_outputs, write_file
 
 if TYPE_CHECKING:
@@ -70,20 +71,21 @@ def run(options: Options) -> None:
     # What cannot be done is refused before the matrices are measured, which may take minutes.
     _check(options)
     device = options.usable_device()
-    name = options.word_similarity
-    sets = None if name is None else analysis.word_similarity_sets(name)
+    place = options.word_similarity
+    sets = None if place is None else analysis.word_similarity_sets(place)
     folders = _folders_to_ask(options) if options.verify else {}
     by_model = [
         analysis.analyze_model(
             model,
             options,
+            name=name,
             revision=options.revision,
             sets=sets,
             tokens=options.neighbours or (),
             device=device,
             status=working,
         )
-        for model in options.models
+        for model, name in zip(options.models, shortest_names(options.models))
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for entries in by_model for entry in entries]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from coupled_adam.embeddings.repair import repair_commands
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
-from coupled_adam.files import resolved
+from coupled_adam.files import shortest_names
 from coupled_adam.inputs import read_array
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, model_source
@@ -38,6 +38,7 @@ class Analysis:
     """The report of one embedding matrix of a model."""
 
     model: str  # as the user gave it
+    name: str  # the model's, which tells it from others in a table
     embeddings: EmbeddingMatrix
     report: EmbeddingReport
     padding_rows: int | None  # rows that belong to no token; None without a tokenizer
@@ -53,11 +54,6 @@ class Analysis:
     def vocabulary(self) -> Vocabulary:
         """What the rows stand for; ids alone if nothing says so."""
         return read_vocabulary(self.tokenizer, len(self.embeddings.matrix))
-
-    @property
-    def name(self) -> str:
-        """The model's name, without the folders that it is in."""
-        return Path(self.model).name or resolved(Path(self.model)).name
 
     @property
     def label(self) -> str:
@@ -120,6 +116,7 @@ def analyze_model(
     model: str,
     inputs: AnalysisInputs,
     *,
+    name: str | None = None,
     revision: str | None = None,
     sets: similarity.Sets | None = None,
     tokens: Sequence[str] = (),
@@ -132,6 +129,7 @@ def analyze_model(
 
     Args:
         model: as :func:`load_embeddings` takes it; so is ``revision``.
+        name: what it is called in tables; None is its last name.
         sets: word-similarity sets, as :func:`word_similarity_sets` returns them.
         tokens: those that the model must have, as :meth:`Vocabulary.row` takes them.
         device: where the measures are computed.
@@ -141,6 +139,7 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
+    (name,) = [name] if name else shortest_names([model])
     with prefixed_usage_error("", (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=inputs.tensor, revision=revision)
     needed = sets is not None or "padding" in (inputs.exclude or ()) or inputs.text is not None
@@ -158,9 +157,9 @@ def analyze_model(
             is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
         norms = finite_rows(entry.matrix)[1]
         with prefixed_usage_error(f"{model}: "):
-            counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix))
+            counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix), entry.config)
             keep = _rows_to_measure(norms > 0, is_token, counts, inputs.exclude or ())
-            with status(f"measuring {Path(model).name}, {entry.role}"):
+            with status(f"measuring {name}, {entry.role}"):
                 report = analyze(
                     entry.matrix.to(device), counts, sets=sets, token_ids=token_ids, keep=keep
                 )
@@ -172,6 +171,7 @@ def analyze_model(
         analyses.append(
             Analysis(
                 model=model,
+                name=name,
                 embeddings=entry,
                 report=report,
                 padding_rows=None if is_token is None else int((~is_token).sum()),
@@ -244,11 +244,12 @@ def _counts(
     tokenizer: PreTrainedTokenizerBase | None,
     is_token: Mask | None,
     rows: int,
+    config: Mapping[str, Any],
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows], from what is named or from a run's folder."""
     if inputs.text is not None:
         assert tokenizer is not None
-        return _count("--text", token_pieces(inputs.text, tokenizer), rows)
+        return _count("--text", token_pieces(inputs.text, tokenizer, config), rows)
     if inputs.tokens:
         with prefixed_usage_error("--tokens ", UsageError):
             ids = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, as_array, as_float64, check
+from coupled_adam.files import shortest_names
 from coupled_adam.inputs import read_text
 
 
@@ -92,7 +93,8 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
 
     In a folder, sets are the files as published of MEN (Bruni et al. 2014), RW (Luong et al. 2013),
     SimLex-999 (Hill et al. 2015), and the two halves of WordSim-353, similarity and relatedness
-    (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file. A file has in each line two words
+    (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file, by its name, with its folders where
+    two have the same. A file has in each line two words
     and, in a column of its own, a number, separated by tabs, commas or spaces. The first line may
     be a header, which says which of several columns with numbers is the rating: the one whose name
     contains mean, human, average, score or rating. Lines that begin with # are comments.
@@ -107,14 +109,17 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
         return {names.get(folder.name, folder.stem): _read(folder)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # The published sets first, in the paper's order.
-    paths = {name: path for file, name in names.items() for path in files if path.name == file}
-    paths |= {path.stem: path for path in files if path.suffix in (".csv", ".tsv")}
+    paths = [path for file in names for path in files if path.name == file]
+    paths += [path for path in files if path.suffix in (".csv", ".tsv")]
     if not paths:
         raise ValueError(
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED)}"
         )
-    return {name: _read(path) for name, path in paths.items()}
+    short = shortest_names([path.with_name(names.get(path.name, path.stem)) for path in paths])
+    whole = shortest_names(paths)  # for files that differ by their endings alone
+    keys = [name if short.count(name) == 1 else other for name, other in zip(short, whole)]
+    return {key: _read(path) for key, path in zip(keys, paths)}
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:

@@ -91,7 +91,8 @@ def verify(
     the model takes too few tokens (``length`` is how many), or a logit is not finite.
     """
     tokens = np.concatenate([rows, controls])  # [n + m]
-    prompts = list(_prompts(tokenizer, min(length, _LONGEST)))
+    start = document_start(tokenizer, model.config.to_dict())
+    prompts = list(_prompts(tokenizer, start, min(length, _LONGEST)))
     if not prompts:
         raise UsageError(
             f"--verify: {model.name_or_path} takes only {length} tokens, and a prompt needs more"
@@ -105,14 +106,16 @@ def verify(
     return Verification(rows, highest[: len(rows)], controls, highest[len(rows) :])
 
 
-def _prompts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int | None]]:
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, start: Sequence[int], length: int
+) -> Iterator[list[int | None]]:
     """Prompts of up to ``length`` ids, with None where the token goes, which also comes next."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     for opening, unit in _PROMPTS:
-        begin = [*document_start(tokenizer), *encode(opening)]
+        begin: list[int | None] = [*start, *encode(opening)]
         before, *pieces = unit.split("{}")
         repeated: list[int | None] = [*encode(before)]
         for piece in pieces:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.inputs import check_counts, check_files_in, read_text, regular
 from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import hub_error, reach_hub
@@ -90,33 +92,98 @@ def _growth(step: Mapping[str, Any]) -> float:
     return math.prod(map(_growth, inner))
 
 
-def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a document begins with where models are trained: BOS or, where there is none, EOS.
+def document_start(
+    tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any] | None = None
+) -> list[int]:
+    """The ids that a document begins with, as whoever trained the model has it; it may have none.
 
-    Nothing if the tokenizer has neither.
+    A model whose configuration names one token as BOS and as EOS, as those of our runs do, has it
+    between documents. Otherwise it is what the tokenizer puts before a text and, if that is
+    nothing, :func:`end_of_text_id`.
     """
-    starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    return [start for start in starts if start is not None][:1]
+    named = config or {}
+    if isinstance(between := named.get("bos_token_id"), int) and between == named.get(
+        "eos_token_id"
+    ):
+        return [between]
+    bare, whole = (
+        tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]
+        for special in (False, True)
+    )
+    before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    otherwise = end_of_text_id(tokenizer)
+    return list(whole[:before]) or ([] if otherwise is None else [otherwise])
 
 
-def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
+def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token between documents in our runs: EOS or, without one, BOS."""
+    end_of_text: int | None = tokenizer.eos_token_id
+    return tokenizer.bos_token_id if end_of_text is None else end_of_text
+
+
+_MOST_UNKNOWN = 0.1  # of the characters, without a warning
+_CHECKED = 100_000  # characters
+
+
+def check_known(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, source: object) -> None:
+    """Warn if a tokenizer does not know more than a tenth of the characters of the first texts.
+
+    They vanish, or become its unknown token. UsageError if it knows none.
+    """
+    characters, unknown = 0, collections.Counter[str]()
+    for text in texts:
+        text = text[:_CHECKED]
+        encoded = tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=tokenizer.is_fast,
+            verbose=False,
+        )
+        # A slow tokenizer does not say where its tokens are: one that it knows stands for all.
+        places = encoded.get("offset_mapping", [(0, len(text))] * len(encoded["input_ids"]))
+        tokens = zip(encoded["input_ids"], places)
+        known = {i for token, at in tokens if token != tokenizer.unk_token_id for i in range(*at)}
+        letters = [(i, character) for i, character in enumerate(text) if not character.isspace()]
+        characters += len(letters)
+        unknown.update(character for i, character in letters if i not in known)
+        if characters >= _CHECKED:
+            break
+    if (lost := unknown.total()) <= _MOST_UNKNOWN * characters:
+        return
+    such = ", ".join(repr(character) for character, _ in unknown.most_common(3))
+    problem = printable(
+        f"{source}: the tokenizer knows {1 - lost / characters:.0%} of the characters of the first "
+        f"documents, and loses the others, such as {such}"
+    )
+    if lost == characters:
+        raise UsageError(problem)
+    warnings.warn(problem, stacklevel=3)
+
+
+def text_tokens(
+    text: Path, tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any] | None = None
+) -> NDArray[np.int32]:
     """The token ids of all documents of a text, [tokens]; as :func:`token_pieces`, at once."""
-    return np.concatenate([*token_pieces(text, tokenizer)])
+    return np.concatenate([*token_pieces(text, tokenizer, config)])
 
 
-def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int32]]:
+def token_pieces(
+    text: Path, tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any] | None = None
+) -> Iterator[NDArray[np.int32]]:
     """Yield the token ids of a text, those of some documents at a time, [tokens].
 
-    Each document is preceded by :func:`document_start`.
+    Each document is preceded by :func:`document_start`, which takes the model's configuration.
 
     Raises:
-        UsageError: the text cannot be read, or is empty.
+        UsageError: the text cannot be read, or is empty, or the tokenizer knows nothing of it.
     """
     from tqdm import tqdm
 
-    start = document_start(tokenizer)
+    start = document_start(tokenizer, config)
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
-        for batch in batched(documents(text), _BATCH, len):
+        for number, batch in enumerate(batched(documents(text), _BATCH, len)):
+            if number == 0:
+                check_known(batch, tokenizer, text)
             encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
             piece = np.concatenate([np.array([*start, *ids], np.int32) for ids in encoded])
             bar.update(len(piece))

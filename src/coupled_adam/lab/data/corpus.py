@@ -24,7 +24,6 @@ from coupled_adam.lab.data.source import Source, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
     corpus_tokenizer,
-    end_of_text_id,
     save_tokenizer,
     write_tokens,
 )
@@ -32,6 +31,7 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.sections import Data
 from coupled_adam.runs import COUNTS
 from coupled_adam.text.token_files import TokenFile, Tokens
+from coupled_adam.text.tokenizers import end_of_text_id
 
 # The settings of a recipe's data that count by what is found there, not by their values.
 _BY_CONTENT = ("text", "hub", "hub_revision", "hub_otherwise", "tokens", "tokenizer")

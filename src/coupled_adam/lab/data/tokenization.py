@@ -18,7 +18,7 @@ from coupled_adam.lab.data.source import Source, content_digest
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import batched
 from coupled_adam.text.token_files import TokenFile
-from coupled_adam.text.tokenizers import load_tokenizer
+from coupled_adam.text.tokenizers import check_known, end_of_text_id, load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
@@ -109,6 +109,8 @@ def write_tokens(
             for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
                 # The documents of a split that is full are not even tokenized.
                 needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
+                if not any(tokens.values()):
+                    check_known((text for _, text in needed), tokenizer, source.name)
                 for (split, _), encoded in zip(needed, encode([text for _, text in needed])):
                     ids = np.array([end_of_text, *encoded], dtype)[: limits[split] - tokens[split]]
                     files[split].write(ids.tobytes())
@@ -152,12 +154,6 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterat
     return lambda texts: (
         encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
     )
-
-
-def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id of the token that precedes each document: EOS or, without one, BOS."""
-    end_of_text: int | None = tokenizer.eos_token_id
-    return tokenizer.bos_token_id if end_of_text is None else end_of_text
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:

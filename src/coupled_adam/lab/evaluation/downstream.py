@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.errors import UsageError, install, one_line
 from coupled_adam.fields import require
+from coupled_adam.text.tokenizers import document_start
 
 PAPER_TASKS = (
     "arc_easy",
@@ -89,14 +90,20 @@ class Downstream:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
 
+        start = document_start(tokenizer, model.config.to_dict())
         require(
-            (tokenizer.bos_token_id, tokenizer.eos_token_id) != (None, None),
+            start,
             f"--lm-eval needs a BOS or an EOS token before each text, and the tokenizer of "
             f"{tokenizer.name_or_path} has neither: set one in its tokenizer_config.json",
         )
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             results = lm_eval.simple_evaluate(
-                HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                HFLM(
+                    pretrained=model,
+                    tokenizer=tokenizer,
+                    batch_size=batch_size,
+                    prefix_token_id=start[-1],
+                ),
                 tasks=self.names,
                 limit=self.limit,
                 log_samples=False,

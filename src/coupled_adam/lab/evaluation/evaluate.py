@@ -250,7 +250,7 @@ def _tokens_of(
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
     with prefixed_usage_error("--text ", UsageError):
-        tokens = text_tokens(text, tokenizer)
+        tokens = text_tokens(text, tokenizer, model.config.to_dict())
     needed = block_length(model) + 1
     require(
         len(tokens) >= needed,

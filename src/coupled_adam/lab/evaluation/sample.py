@@ -32,7 +32,7 @@ def sample(
             logit is not finite.
     """
     prompt_ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    ids = [*document_start(tokenizer), *prompt_ids]
+    ids = [*document_start(tokenizer, model.config.to_dict()), *prompt_ids]
     require(ids, "--prompt is empty, and the tokenizer has no token that begins a text")
     embeddings: Any = model.get_input_embeddings()
     rows = len(embeddings.weight)  # V

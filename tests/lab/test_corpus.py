@@ -1,10 +1,14 @@
 """From text to token files: nothing lost, nothing in two splits, never half a corpus."""
 
+import dataclasses
+import errno
+import functools
 import json
 import os
 import shutil
 import signal
 import sys
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -20,6 +24,7 @@ from coupled_adam.files import new_folder
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import passages
 from laboratory import snapshot
 from processes import Process
@@ -269,6 +274,9 @@ def flip(path):
         lambda folder: (folder / "corpus.json").unlink(),
         lambda folder: (folder / "corpus.json").write_text(""),
         lambda folder: (folder / "corpus.json").write_text("[]"),
+        lambda folder: edit(folder / "corpus.json", ["tokens", "train"], 640),
+        lambda folder: edit(folder / "corpus.json", ["dtype"], "<u4"),
+        lambda folder: edit(folder / "corpus.json", ["checksums"], {}),
     ],
 )
 def test_a_damaged_corpus_is_made_again(damage, recipe, tmp_path):
@@ -277,6 +285,40 @@ def test_a_damaged_corpus_is_made_again(damage, recipe, tmp_path):
     damage(folder)
     assert prepare_corpus(recipe, tmp_path / "cache").folder == folder
     assert snapshot(folder) == before
+
+
+def edit(path, keys, value):
+    content = json.loads(path.read_text())
+    *places, last = keys
+    functools.reduce(dict.__getitem__, places, content)[last] = value
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize("function", ["read_text", "checksum"])
+def test_a_corpus_that_cannot_be_read_now_is_kept(function, number, recipe, tmp_path, monkeypatch):
+    """The system's error is raised; of a file that is not the corpus's nothing is said."""
+    folder = prepare_corpus(recipe, tmp_path / "cache").folder
+    (folder / ".DS_Store").touch()
+    before = snapshot(folder)
+    with monkeypatch.context() as patch:
+        error = OSError(number, os.strerror(number), str(folder))
+        patch.setattr(f"coupled_adam.lab.data.corpus.{function}", Mock(side_effect=error))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            prepare_corpus(recipe, tmp_path / "cache")
+    assert prepare_corpus(recipe, tmp_path / "cache").folder == folder
+    assert snapshot(folder) == before
+
+
+def test_a_new_key_gives_no_other_name(recipe, tmp_path):
+    """A version that knows more settings finds the corpus that it has made before."""
+    kind = dataclasses.make_dataclass("Newer", [("key", int, 1)], bases=(Data,), frozen=True)
+    newer = [kind(**vars(recipe.data), key=key) for key in (1, 2)]
+    first, *others = [
+        prepare_corpus(dataclasses.replace(recipe, data=data), tmp_path / "cache").folder
+        for data in (recipe.data, *newer)
+    ]
+    assert [other == first for other in others] == [True, False]
 
 
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])

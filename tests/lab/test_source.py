@@ -78,6 +78,29 @@ def test_hub_folder(hub_folder, texts, monkeypatch):
     assert open_source(data, 300).fingerprint != source.fingerprint
 
 
+def test_a_hub_folder_is_all_that_is_read(tmp_path):
+    """A hidden file that its README names counts, and a file that is elsewhere is refused."""
+    folder = tmp_path / "dataset"
+    for name in ("dataset/.hidden/a.jsonl", "elsewhere/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text('{"text": "before"}\n')
+
+    def fingerprint(name):
+        files = f"configs: [{{config_name: default, data_files: [{{split: train, path: {name}}}]}}]"
+        (folder / "README.md").write_text(f"---\n{files}\n---\n")
+        return open_source(Data(hub=str(folder)), 300).fingerprint
+
+    before = fingerprint(".hidden/a.jsonl")
+    assert fingerprint(".hidden/a.jsonl") == before
+    (folder / ".hidden" / "a.jsonl").write_text('{"text": "behind"}\n')
+    assert fingerprint(".hidden/a.jsonl") != before
+    for name in ("../elsewhere/a.jsonl", tmp_path / "elsewhere" / "a.jsonl"):
+        with pytest.raises(
+            UsageError, match=r"names a file that is not in it, .*elsewhere/a\.json"
+        ):
+            fingerprint(name)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

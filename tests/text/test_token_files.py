@@ -87,6 +87,12 @@ def test_unusable_files(tmp_path):
     refuses("No such file")
     path.write_bytes(b"\0" * 101)
     refuses("is damaged, or does not hold uint16: it has 101 bytes")
+    path.write_bytes(bytes(range(1, 101)))
+    tokens = Tokens([token_file(path, 60_000)])
+    path.write_bytes(bytes(range(1, 51)))
+    np.testing.assert_array_equal(tokens[:25], np.frombuffer(path.read_bytes(), "<u2"))
+    with pytest.raises(OSError, match=f"No data available: '{path}'"):  # it has been cut meanwhile
+        tokens[20:30]
     path.write_bytes(b"\0" * 102)
     refuses("is damaged, or does not hold uint32", vocab_size=70_000)
     write_llm_c(path, ids(100), count=101)

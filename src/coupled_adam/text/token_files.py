@@ -1,6 +1,8 @@
 """Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
+import errno
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,9 +42,15 @@ class TokenFile:
         """The ids [stop - start] of a part; a relative path is relative to ``folder``.
 
         The file is not kept open, since a large corpus has more files than a process may open.
+
+        Raises:
+            OSError: the file cannot be read, or has become shorter.
         """
-        count = min(stop, self.length) - start
-        return np.fromfile(folder / self.path, self.dtype, count, offset=self._byte(start))
+        path, count = folder / self.path, min(stop, self.length) - start
+        ids = np.fromfile(path, self.dtype, count, offset=self._byte(start))
+        if len(ids) < count:  # it was cut after its length was read
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(path))
+        return ids
 
     def _byte(self, token: int) -> int:
         """Where in the file a token is."""

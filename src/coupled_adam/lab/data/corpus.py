@@ -36,7 +36,7 @@ from coupled_adam.text.tokenizers import end_of_text_id
 # The settings of a recipe's data that count by what is found there, not by their values.
 _BY_CONTENT = ("text", "hub", "hub_revision", "hub_otherwise", "tokens", "tokenizer")
 _FACTS = "corpus.json"
-_LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
+_LAYOUT = 3  # version of a corpus folder's layout, part of its key; raise it with each change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     Raises:
         UsageError: the source or tokenizer cannot be used, the text is too short for the recipe, or
             the cache cannot be written.
+        OSError: a corpus in the cache cannot be read now.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     tokenizer = None
@@ -99,21 +100,21 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         tokenizer = corpus_tokenizer(data.tokenizer, vocab_size)
     source = open_source(data, vocab_size)
     folder = cache / _key(source, tokenizer, data, vocab_size)
-    try:
-        # First without the lock, since a cache that holds the corpus may be read-only.
-        facts = _facts(folder)
-        if facts is None:
+    # First without the lock, since a cache that holds the corpus may be read-only.
+    facts = _facts(folder)
+    if facts is None:
+        try:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{folder.name}.lock"):
                 facts = _facts(folder)
                 if facts is None:
                     remove(folder)
                     facts = _make(source, tokenizer, data, vocab_size, folder)
-    except OSError as error:
-        raise UsageError(
-            f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-            "make room, or choose another folder with COUPLED_ADAM_CACHE"
-        ) from None
+        except OSError as error:
+            raise UsageError(
+                f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
+                "make room, or choose another folder with COUPLED_ADAM_CACHE"
+            ) from None
     # Where the text is may be elsewhere than when the corpus was made; token files stay there.
     facts = {key: value for key, value in facts.items() if key != "checksums"}
     facts["source"] = source.name
@@ -132,12 +133,14 @@ def _key(
     if tokenizer is not None:
         with tempfile.TemporaryDirectory() as temporary:
             digest = save_tokenizer(tokenizer, Path(temporary))
+    # Without defaults, so that a key that is new does not give other names to corpora.
+    settings = {k: v for k, v in vars(data).items() if v != getattr(type(data), k)}
     made_from = {
         "layout": _LAYOUT,
         "source": source.fingerprint,
         "tokenizer": digest,
         "vocab_size": vocab_size,
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in _BY_CONTENT},
+        "data": {k: v for k, v in settings.items() if k not in _BY_CONTENT},
     }
     return content_hash(made_from)[:32]
 
@@ -190,7 +193,8 @@ def _make(
             "tokens": {s: sum(file.length for file in files[s]) for s in files},
             "checksums": _checksums(temporary),
         }
-        (temporary / _FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
+        content = json.dumps({**facts, "checksum": content_hash(facts)}, indent=2)
+        (temporary / _FACTS).write_text(content, encoding="utf-8")
     return facts
 
 
@@ -198,8 +202,13 @@ def _facts(folder: Path) -> dict[str, Any] | None:
     """The facts of a corpus; None if it is not there, or any of its files is not as it was made."""
     try:
         facts: dict[str, Any] = json.loads(read_text(folder / _FACTS))
-        return facts if facts["checksums"] == _checksums(folder) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        # Whatever else lies there, such as what a desktop leaves, is not the corpus.
+        is_whole = facts.pop("checksum") == content_hash(facts) and all(
+            checksum(folder / name) == digest for name, digest in facts["checksums"].items()
+        )
+        return facts if is_whole else None
+    # Other errors of the system are not damage: what cannot be read now may be whole.
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import os
 import re
 import sys
 import warnings
@@ -152,9 +154,12 @@ def _text_documents(data: Data) -> Iterator[str]:
 
 def _hub_state(data: Data) -> tuple[str, str | None]:
     """What identifies a data set's content, and its full commit, which a folder has not."""
-    folder = Path(str(data.hub))
+    folder = Path(os.path.abspath(str(data.hub)))
     if folder.exists():
-        return content_digest(visible_files(folder) if folder.is_dir() else [folder]), None
+        # Hidden files, too, if its README names them.
+        with _hub_errors(data):
+            named = itertools.chain(*_hub_builder(data, None)[1].values())
+        return content_digest(sorted({*visible_files(folder), *map(Path, named)})), None
     from huggingface_hub import snapshot_download
 
     reach_hub()
@@ -170,15 +175,26 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
     return f"{data.hub} {commit}", commit
 
 
-def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str]:
+def _hub_builder(data: Data, revision: str | None) -> tuple[Any, dict[str, list[str]]]:
+    """The reader of a data set, and its files by split; UsageError for one that is elsewhere."""
     from datasets import load_dataset_builder  # this import takes a second
 
+    builder = load_dataset_builder(str(data.hub), data.hub_config, revision=revision)
+    files = {str(split): [*map(str, f)] for split, f in (builder.config.data_files or {}).items()}
+    place = "hf://" if revision else f"{os.path.abspath(str(data.hub))}/"
+    for file in itertools.chain(*files.values()):
+        inside = (file if revision else os.path.normpath(file)).startswith(place)
+        require(inside, f"its README names a file that is not in it, {file}")
+    return builder, files
+
+
+def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str]:
     with _hub_errors(data):
-        builder = load_dataset_builder(str(data.hub), data.hub_config, revision=revision)
+        builder, files = _hub_builder(data, revision)
         whole = data.hub_documents if split == data.train_split else None
         # The hub's own copies in Parquet end at 5 GB, in a folder such as partial-train.
-        files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
-        folder = next((Path(file).parent.name for file in files if "/partial-" in file), None)
+        parts = (Path(file).parent.name for file in files.get(split, ()) if "/partial-" in file)
+        folder = next(parts, None)
         if folder is not None and data.max_tokens is None:
             problem = f"its copy is only a part of it, in the folder {folder}"
             require(whole is None, f"{problem}. {_HOW_TO_TAKE_PART}")

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from coupled_adam.optim.embedding_search import given_sizes, search
 from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LEAN_LR_FACTOR, LOG_LIMIT, lean_lr_factor
+from coupled_adam.optim.model_matrix import ModelMatrix, find_blocks
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
 
@@ -417,51 +419,52 @@ def lean_adamw(
     )
 
 
-# Names of layers, in the words of flax, linen, equinox and haiku.
-_TABLE = re.compile(r"wte|emb|tok(en)?s?(\W|_|$)|vocab|shared", re.IGNORECASE)
-_HEAD = re.compile(r"lm_head|head|logits|unembed|output|decoder", re.IGNORECASE)
-_OTHER = re.compile(r"pos|wpe|segment|type|patch|time|norm|bias|scale", re.IGNORECASE)
+# What stores an output layer as [H, V], in flax and haiku; and names of tables.
+_TRANSPOSED = ("kernel", "w")
+_TABLE = re.compile(r"(wte|(?<!un)emb|tok(en)?s?(_|$)|vocab|shared)[^.]*(\.\w+)?$", re.IGNORECASE)
 
 
 def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any:
     """The labels of :func:`coupled_adamw` for a model's parameters, by their names and shapes.
 
-    A matrix is an embedding if a part of its name is ``emb``, ``wte``, ``token``, ``vocab`` or
-    ``shared``, and none says that it is about positions, types, patches or time. A matrix of an
-    output layer (``head``, ``logits``, ``output``, ``decoder``, ``unembed``) is one if its longer
-    axis has as many rows as such a table. Look at what is returned where it matters.
+    They are found as in a model for torch (:func:`coupled_adam.embedding_parameters`): the tables
+    tell V, and layers with V outputs outside of repeated blocks are heads, unless V is the width of
+    layers, too, and their names do not say so (``lm_head``, ``logits_dense``, ``unembed``). A
+    matrix is a table if the last words of its path are ``emb``, ``wte``, ``token``, ``vocab`` or
+    ``shared``. Look at what is returned where it matters.
 
     Args:
         params: the parameters: dicts, or the modules of flax or equinox.
-        vocab_size: V. With it, all matrices with an axis of this size are embeddings, whatever
-            their names are, but for those of positions.
+        vocab_size: V, if it cannot be found automatically.
 
     Returns:
         A tree of strings with the structure of ``params``.
+
+    Raises:
+        ValueError: if embeddings cannot be told apart from other matrices.
+
+    Warns:
+        UserWarning: if matrices that are not coupled look like token embeddings.
     """
-
-    def name(path: Any) -> str:
-        return str(jax.tree_util.keystr(path))
-
-    matrices = {
-        name(path): p.shape
-        for path, p in jax.tree_util.tree_leaves_with_path(params)
-        if getattr(p, "ndim", 0) == 2 and jnp.issubdtype(p.dtype, jnp.floating)
-        if not _OTHER.search(name(path))
-    }
-    sizes = {vocab_size}
-    if vocab_size is None:
-        tables = [shape for where, shape in matrices.items() if _TABLE.search(where)]
-        sizes = {rows for rows, columns in tables if rows >= columns}
+    matrices: dict[Any, ModelMatrix] = {}
+    for path, p in jax.tree_util.tree_leaves_with_path(params):
+        if getattr(p, "ndim", 0) == 2 and jnp.issubdtype(p.dtype, jnp.floating):
+            # Flax has numbers of layers as in layers_0.
+            name = re.sub(
+                r"_(\d+)(?=\.)", r".\1", jax.tree_util.keystr(path, simple=True, separator=".")
+            )
+            leaf = name.rpartition(".")[2]
+            kind = "table" if leaf not in _TRANSPOSED and _TABLE.search(name) else "linear"
+            m = matrices[path] = ModelMatrix(name, p, {kind})
+            if kind == "linear" and leaf != "weight":  # of a plain dict the longer axis is V
+                m.vocab_dim = int(leaf in _TRANSPOSED or p.shape[1] > p.shape[0])
+    find_blocks(matrices.values(), set())
+    given = given_sizes(vocab_size)
+    search([*matrices.values()], given, given, has_getters=False, fix="labels={'NAME': ...}")
 
     def label(path: Any, _: Any) -> str:
-        where = name(path)
-        if where not in matrices:
-            return "adamw"
-        if vocab_size is None and not (_TABLE.search(where) or _HEAD.search(where)):
-            return "adamw"
-        rows, columns = matrices[where]
-        return "coupled" if rows in sizes else "coupled_columns" if columns in sizes else "adamw"
+        m = matrices.get(path)
+        return [*_VOCAB_AXES][m.vocab_dim] if m and m.sides else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

@@ -156,12 +156,13 @@ def test_warnings_beyond_the_limits():
 
 
 def test_models_of_ones_own():
-    """Their matrices are named by a function; without one it is said what is needed."""
+    """Found as the optimizer finds them, or named by a function; where neither, that is said."""
     model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, V))
-    with pytest.raises(
-        ValueError, match="Sequential contains no transformers model: pass embeddings"
-    ):
-        Monitor(1).measure(model, True)
+    by_itself = Monitor(1).measure(model, True)
+    assert by_itself["embeddings/isotropy"] == analyze(model[1].weight).isotropy
+    assert by_itself["input_embeddings/isotropy"] == analyze(model[0].weight).isotropy
+    with pytest.raises(ValueError, match="ModuleList has no clear token embeddings: pass embed"):
+        Monitor(1).measure(nn.ModuleList(nn.Embedding(n, 4) for n in (V, 7)), True)
     monitor = Monitor(1, find=lambda model: {"output": model[1].weight})
     numbers = monitor.measure(model, True)
     assert numbers["embeddings/isotropy"] == analyze(model[1].weight).isotropy

@@ -392,7 +392,7 @@ def test_embeddings_are_found():
         "decoder_norm": {"scale": zeros(H)},
     }
     found = embedding_labels(params)
-    coupled = {"Embed_0": "coupled", "lm_head": "coupled_columns"}
+    coupled = {"Embed_0": "coupled", "lm_head": "coupled_columns", "Dense_0": "coupled_columns"}
     for layer, labels in found.items():
         for name, label in labels.items():
             expected = coupled.get(layer, "adamw") if name in ("embedding", "kernel") else "adamw"
@@ -405,6 +405,9 @@ def test_embeddings_are_found():
     assert labels["head"].bias == "adamw"
     by_size = embedding_labels({"a": zeros((V, H)), "b": zeros((H, V)), "c": zeros((H, H))}, V)
     assert by_size == {"a": "coupled", "b": "coupled_columns", "c": "adamw"}
+    tables = {"a": {"embedding": zeros((V, H))}, "b": {"embedding": zeros((7, H))}}
+    with pytest.raises(ValueError, match=r"'a.embedding' \[16, 8\], .*labels={'a.embedding': ...}"):
+        embedding_labels(tables)
     with pytest.warns(UserWarning, match="labels couple no parameter"):
         lean_adamw(1e-2).init({"a": zeros((H, H))})
     with pytest.raises(ValueError, match="give only one"):
@@ -414,6 +417,36 @@ def test_embeddings_are_found():
             lean_adamw(1e-2, steps=bad)
     with pytest.raises(ValueError, match="Invalid lr_factor"):
         lean_adamw(1e-2, lr_factor=0.0)
+
+
+def decoder_params(v, h, inner, head):
+    """As T5X and MaxText nest them: every layer lies in the decoder."""
+    zeros = jnp.zeros
+    block = {"attention": {"output": {"dense": {"kernel": zeros((inner, h))}}}}
+    block["mlp"] = {"wi": {"kernel": zeros((h, inner))}, "wo": {"kernel": zeros((inner, h))}}
+    layers = {f"layers_{i}": block for i in range(2)}
+    return {
+        "token_embedder": {"embedding": zeros((v, h))},
+        "decoder": {**layers, head: {"kernel": zeros((h, v))}},
+    }
+
+
+@pytest.mark.parametrize(("h", "inner"), [(H, 2 * H), (H, V), (V, 2 * V), (V, V)])
+def test_hidden_layers_are_no_heads(h, inner):
+    """Whatever they lie in, and though they may be as wide as the vocabulary; a head says so."""
+    for head in ("logits_dense", "lm_head"):
+        found = embedding_labels(decoder_params(V, h, inner, head))
+        names = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(found)}
+        assert {k: label for k, label in names.items() if label != "adamw"} == {
+            "['token_embedder']['embedding']": "coupled",
+            f"['decoder']['{head}']['kernel']": "coupled_columns",
+        }
+    params = decoder_params(V, h, inner, "out")  # which says nothing where V is a width
+    if V in (h, inner):
+        with pytest.warns(UserWarning, match=r"not coupled.*'decoder.out.kernel'"):
+            embedding_labels(params)
+    else:
+        assert embedding_labels(params)["decoder"]["out"]["kernel"] == "coupled_columns"
 
 
 def test_nothing_coupled():

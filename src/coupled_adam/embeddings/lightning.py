@@ -20,12 +20,13 @@ class EmbeddingMeasures(pl.Callback):
             place before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
         embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
-            ``"output"`` and optionally ``"input"``; by default, to those of the transformers model
-            that it is or contains. Sharded matrices (FSDP2, tensor parallelism) are gathered.
+            ``"output"`` and optionally ``"input"``; by default, to those that
+            :func:`coupled_adam.embedding_parameters` finds. Sharded matrices (FSDP2, tensor
+            parallelism) are gathered.
 
     Raises:
-        ValueError: if ``every`` is below 1, or the model contains no transformers model and
-            ``embeddings`` is not given.
+        ValueError: if ``every`` is below 1, or no token embeddings are found and ``embeddings`` is
+            not given.
     """
 
     def __init__(

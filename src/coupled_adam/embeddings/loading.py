@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from coupled_adam.embeddings.model_files import LISTED, open_model
 from coupled_adam.embeddings.weights import Weights, readable
+from coupled_adam.optim.find_embeddings import find_embeddings
 
 # The names of layers in the families of models, after any prefix.
 _INPUTS = """
@@ -98,21 +100,19 @@ def load_embeddings(
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The ``"output"`` embeddings [V, H] of a transformers model, and ``"input"`` if they differ.
+    """The ``"output"`` embeddings [V, H] of a model, and ``"input"`` if they differ.
 
-    The model may be inside another module; nothing if there is none.
+    They are those of :func:`coupled_adam.embedding_parameters`, and of several the first, as the
+    outermost module returns them. The model may be inside another module; nothing if there is none.
     """
-    # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
-    for module in model.modules():
-        weights = {}
-        for role in ("output", "input"):
-            getter = getattr(module, f"get_{role}_embeddings", None)
-            with contextlib.suppress(NotImplementedError):  # of models without a text
-                if callable(getter) and (layer := getter()) is not None:
-                    weights[role] = layer.weight
-        if weights:
-            is_tied = weights.get("output") is weights.get("input")
-            return {"output": weights["output"]} if is_tied else weights
+    with contextlib.suppress(ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is not clear is not measured
+        found, _ = find_embeddings(model, couple="both", tables=None, vocab_size=None)
+        sides = ("output", "input")
+        first = {side: m for side in sides for m in reversed(found) if side in m.sides}
+        weights = {s: m.parameter.T if m.vocab_dim else m.parameter for s, m in first.items()}
+        is_tied = weights.get("output") is weights.get("input")
+        return {"output": weights["output"]} if weights and is_tied else weights
     return {}
 
 

@@ -115,7 +115,7 @@ class Monitor:
         matrices = {role: matrix.detach() for role, matrix in self.find(model).items()}
         if not matrices:
             raise ValueError(
-                f"{type(model).__name__} contains no transformers model: pass embeddings=, a "
+                f"{type(model).__name__} has no clear token embeddings: pass embeddings=, a "
                 "function that returns its matrices, such as lambda model: "
                 '{"output": model.head.weight}'
             )

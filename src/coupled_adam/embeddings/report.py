@@ -367,9 +367,6 @@ def _matrix_of(module: nn.Module) -> Tensor:
     for weight in (*model_embeddings(module).values(), getattr(module, "weight", None)):
         if isinstance(weight, Tensor):
             return weight.detach()
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
-    if len(layers) == 1:
-        return layers[0].weight.detach()
     raise ValueError(
         f"embeddings: which matrix of {type(module).__name__} is meant is not clear: pass the "
         "matrix itself, such as model.embed_tokens.weight"

@@ -1,14 +1,10 @@
-"""The matrices of a model, and what their names, modules and blocks say of each."""
+"""The matrices of a model, and what their names, modules and blocks say of each; without torch."""
 
 import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor, nn
-
-from coupled_adam.optim.roles import words
+from typing import Any
 
 # Words in the names of what may have V rows that are not tokens.
 _NO_TOKENS = re.compile(
@@ -17,6 +13,8 @@ _NO_TOKENS = re.compile(
     "expert|router|gate|hash|codebook|code|quantizer|quantize|"
     "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix)s?"
 )
+# The last words of the name of a head.
+_HEAD = re.compile(r"(^|[._])(heads?|logits|unembed)(_dense)?(\.\d+)?(\.\w+)?$")
 # Words of which that is likely only.
 _MAYBE_NO_TOKENS = re.compile(
     "(abs|rel|sin)?(pos|position|time|type|segment|seg)(emb|enc)?[a-z]*|(temporal|speaker)[a-z]*"
@@ -28,15 +26,21 @@ class ModelMatrix:
     """A parameter with two dimensions.
 
     Attributes:
-        holders: the modules that hold it, two or more if it is tied; empty if they are not known.
+        parameter: anything with a shape.
+        kinds: the kinds of the modules that hold it, two if it is tied: "table", "linear" or
+            "hand-written"; empty if they are not known.
+        classes: the names of their classes.
+        has_sparse_gradients: whether all of them say so; a dense head makes a tied matrix dense.
         blocks: the beginnings of its name that are blocks, such as ``layers.3.``.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
     """
 
     name: str
-    parameter: Tensor
-    holders: list[nn.Module] = field(default_factory=list)
+    parameter: Any
+    kinds: set[str] = field(default_factory=set)
+    classes: list[str] = field(default_factory=list)
+    has_sparse_gradients: bool = False
     blocks: set[str] = field(default_factory=set)
     sides: set[str] = field(default_factory=set)
     vocab_dim: int = 0
@@ -45,29 +49,29 @@ class ModelMatrix:
         return f"{self.name!r} {list(self.shape)}"
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
-        return self.parameter.shape
+        return tuple(self.parameter.shape)
 
     @property
     def tokens(self) -> int:
         """The number of tokens, if it is a token embedding."""
         return self.shape[self.vocab_dim]
 
-    @functools.cached_property
-    def kinds(self) -> set[str]:
-        """The kinds of its holders: "table", "linear" or "hand-written"."""
-        return {_kind(module) for module in self.holders}
+    @property
+    def width(self) -> int:
+        """The other dimension."""
+        return self.shape[1 - self.vocab_dim]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is not trained."""
+        return not getattr(self.parameter, "requires_grad", True)
 
     @property
     def is_tied(self) -> bool:
         """Whether a table shares it with a module of another kind, as with a head."""
         return self.kinds > {"table"}
-
-    @property
-    def has_sparse_gradients(self) -> bool:
-        """Whether all modules that hold it say so; a dense head of a tied matrix makes it dense."""
-        return self.kinds == {"table"} and all(m.sparse for m in self.holders)
 
     @property
     def is_head(self) -> bool:
@@ -85,6 +89,11 @@ class ModelMatrix:
         """
         return 1 not in self.shape and not any(map(_NO_TOKENS.fullmatch, self._words()))
 
+    @property
+    def is_named_as_head(self) -> bool:
+        """Whether the last words of its name say that it is a head."""
+        return _HEAD.search(self.name) is not None
+
     @functools.cached_property
     def is_doubtful(self) -> bool:
         """Whether its name, or the class of a holder, rather speaks of something else."""
@@ -92,37 +101,8 @@ class ModelMatrix:
 
     def _words(self) -> list[str]:
         # The end of the name only: what is further up describes the whole model.
-        names = [*(type(m).__name__ for m in self.holders), *self.name.split(".")[-3:]]
+        names = [*self.classes, *self.name.split(".")[-3:]]
         return [word for name in names for word in words(name)]
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "table"
-    return "linear" if isinstance(module, nn.Linear) else "hand-written"
-
-
-def matrices_of(model: nn.Module) -> list[ModelMatrix]:
-    """All parameters with two dimensions, and the modules that hold them."""
-    named = model.named_parameters()
-    matrices: dict[Tensor, ModelMatrix] = {p: ModelMatrix(n, p) for n, p in named if p.dim() == 2}
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            if p in matrices:
-                matrices[p].holders.append(module)
-        # It is then not known which of the vectors were matrices and should have weight decay.
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and weight.dim() < 2:
-            raise ValueError(
-                f"'{name}.weight' has the shape {list(weight.shape)}: it was flattened by a "
-                "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
-                "torch.distributed.fsdp.fully_shard"
-            )
-    # What may be a pipeline: an nn.Sequential, and the model itself.
-    modules = model.named_modules()
-    sequences = {"", *(name for name, module in modules if isinstance(module, nn.Sequential))}
-    find_blocks(matrices.values(), sequences)
-    return list(matrices.values())
 
 
 def find_blocks(matrices: Iterable[ModelMatrix], sequences: set[str] | None = None) -> None:
@@ -157,3 +137,9 @@ def listed(matrices: list[ModelMatrix]) -> str:
     """The names and shapes of the first five, for messages."""
     more = f" and {len(matrices) - 5} more" if len(matrices) > 5 else ""
     return ", ".join(map(str, matrices[:5])) + more
+
+
+def words(name: str) -> list[str]:
+    """From GPTPosEmb, tok_emb and lm-head to gpt, pos, emb, tok, emb, lm and head."""
+    found = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)
+    return [word.lower() for word in found]

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from coupled_adam.optim.find_embeddings import Couple, find_embeddings, matrices_of_size
+from coupled_adam.optim.embedding_search import matrices_of_size
+from coupled_adam.optim.find_embeddings import Couple, find_embeddings
 from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
 from coupled_adam.optim.model_matrix import ModelMatrix, listed
 from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
@@ -329,7 +330,9 @@ def couple_by_size(
             "themselves which are coupled, and how: leave out vocab_size= and embeddings="
         )
     # Over all groups at once, as a head may be in another group than its table.
-    vocab_dims = matrices_of_size(itertools.chain(*map(named_parameters, groups)), vocab_size)
+    named = itertools.chain(*map(named_parameters, groups))
+    matrices = [ModelMatrix(name, p) for name, p in named if p.dim() == 2]
+    vocab_dims = {m.parameter: m.vocab_dim for m in matrices_of_size(matrices, vocab_size)}
     result = []
     for group in groups:
         by_vocab_dim = split(group, lambda _, p: vocab_dims.get(p, -1))  # -1: stays uncoupled

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from coupled_adam.optim.model_matrix import words
+
 Role = Literal[
     "embedding",  # of tokens, and so is a head
     "head",
@@ -122,9 +124,3 @@ def _without_weight_decay(module: Any) -> Iterator[str]:
     """The names that a model of timm has for parameters without weight decay."""
     with contextlib.suppress(Exception):  # a method of another meaning, or a property that raises
         yield from filter(lambda name: isinstance(name, str), module.no_weight_decay())
-
-
-def words(name: str) -> list[str]:
-    """From GPTPosEmb, tok_emb and lm-head to gpt, pos, emb, tok, emb, lm and head."""
-    found = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)
-    return [word.lower() for word in found]

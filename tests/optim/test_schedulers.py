@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
-from coupled_adam import CoupledAdamW
+from coupled_adam import CoupledAdamW, MuonWithCoupledAdam
 
 
 @pytest.fixture
@@ -88,6 +88,43 @@ def test_a_momentum_that_was_there_is_not_named(model):
     optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
     CYCLES["CyclicLR"](optimizer, [1e-3] * len(optimizer.param_groups))
     assert warnings_of_steps(model, optimizer) == []
+
+
+OPTIMIZERS = {
+    "coupled": lambda model: CoupledAdamW(model, lr=1e-2),
+    "lean": lambda model: CoupledAdamW(model, lr=1e-2, embeddings="lean"),
+    "Muon": lambda model: MuonWithCoupledAdam(model, lr=1e-2),
+}
+CHANGES = {  # in the same step
+    "nothing": lambda group: {},
+    "betas": lambda group: {"betas": (group["betas"][0], 0.9)} if "betas" in group else {},
+    "decay": lambda group: {"weight_decay": -1e-19} if group["weight_decay"] else {},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("when", ["first step", "later", "loaded"])
+@pytest.mark.parametrize(
+    ("name", "sparse"), [*((name, False) for name in OPTIMIZERS), ("lean", True)]
+)
+def test_a_rate_just_below_zero(name, sparse, when, change):
+    """Schedules and loops leave it there, by rounding: as in torch, the training goes on."""
+    results = []
+    for rate in (1e-19, -1e-19):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(100, 16, sparse=sparse), nn.Linear(16, 16))
+        optimizer = OPTIMIZERS[name](model)
+        if when != "first step":
+            warnings_of_steps(model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("initial_lr_factor", 1)
+            group |= change(group)
+        if when == "loaded":
+            saved, optimizer = optimizer.state_dict(), OPTIMIZERS[name](model)
+            optimizer.load_state_dict(saved)
+        warnings_of_steps(model, optimizer)
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
 
 
 STEPS, SWITCH = 40, 25

@@ -47,8 +47,11 @@ def _positive(value: Any) -> bool:
 
 
 def _is_rate(value: Any) -> bool:
-    # The value of a tensor is not asked for, since it may be on an accelerator.
-    return value.numel() == 1 if isinstance(value, Tensor) else _from_zero(value)
+    # The value of a tensor is not asked for, since it may be on an accelerator. Schedules may end
+    # just below zero, by rounding.
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return _is_number(value) and -1e-6 < value < math.inf
 
 
 def _are_betas(value: Any) -> bool:

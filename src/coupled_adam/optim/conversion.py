@@ -17,7 +17,7 @@ from coupled_adam.optim.options import (
     is_lean,
     is_muons,
 )
-from coupled_adam.optim.row_sparse import decayed
+from coupled_adam.optim.row_sparse import count_of, decayed
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -200,11 +200,11 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
         more["exp_avg"] = state["exp_avg"].to(p.device, dtype)
     # A table with sparse gradients, whose r decays on the way to options that update all rows
     if ROW_STEP in state:
-        more |= (kept := _row_steps(group, p, state))
-        if not kept:
-            moments[ROW_MOMENT] = decayed(
-                moments[ROW_MOMENT], state[ROW_STEP], float(state["step"]) + 1, group["betas"][1]
-            )
+        r, steps = moments[ROW_MOMENT], _row_steps(p, state)
+        if sparse_problem(group, p):
+            moments[ROW_MOMENT] = decayed(r, steps, float(state["step"]) + 1, group["betas"][1])
+        else:
+            more |= {ROW_STEP: steps.to(p.device), ROW_COUNT: count_of(r).to(p.device)}
         state = {n: x for n, x in state.items() if n not in (ROW_STEP, ROW_COUNT)}
     # 3. Entries that are not needed go, as fit_state refuses them; what is neither Adam's nor ours,
     # such as a wrapper's own, stays
@@ -218,22 +218,14 @@ def _adapted_to_coupled(group: Group, p: Tensor, state: State) -> tuple[State, S
     return {**state, **moments}, moments
 
 
-def _row_steps(group: Group, p: Tensor, state: State) -> State:
-    """What a table with sparse gradients has beside LEAN's state; empty if it may have none."""
-    steps, count = state[ROW_STEP], state.get(ROW_COUNT)
-    is_whole = (
-        isinstance(steps, Tensor) and steps.dtype == torch.int32 and steps.shape == p.shape[:1]
-    )
-    if not is_whole or not isinstance(count, Tensor) or count.dtype != torch.int64 or count.dim():
-        raise ValueError(
-            f"its {ROW_STEP} must be {list(p.shape[:1])} in int32 and its {ROW_COUNT} a number in "
-            f"int64, and they are {steps!r:.60} and {count!r:.60}"
-        )
-    if steps.min() < 0 or steps.max() > state["step"] or not 0 <= count <= len(steps):
-        raise ValueError(f"its {ROW_STEP} or {ROW_COUNT} is out of range")
-    if sparse_problem(group, p):
-        return {}
-    return {ROW_STEP: steps.to(p.device), ROW_COUNT: count.to(p.device)}
+def _row_steps(p: Tensor, state: State) -> Tensor:
+    """The step of each row's last gradient, [V], in a loaded state."""
+    steps = state[ROW_STEP]
+    if not isinstance(steps, Tensor) or (steps.dtype, steps.shape) != (torch.int32, p.shape[:1]):
+        raise ValueError(f"its {ROW_STEP} must be {[len(p)]} in int32, and is {steps!r:.60}")
+    if steps.min() < 0 or steps.max() > state["step"]:
+        raise ValueError(f"its {ROW_STEP} is out of range: the step is {state['step']!r}")
+    return steps
 
 
 def _check_entries(state: State, p: Tensor) -> None:

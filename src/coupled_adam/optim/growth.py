@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from coupled_adam.optim import sharded
 from coupled_adam.optim.options import Group, is_lean
-from coupled_adam.optim.row_sparse import count_of
-from coupled_adam.optim.state import ROW_COUNT, ROW_MOMENT, ROW_STEP, SECOND_MOMENTS, describe
+from coupled_adam.optim.state import ROW_MOMENT, ROW_STEP, SECOND_MOMENTS, describe
 
 
 def follow(groups: list[Group], states: MutableMapping[Tensor, Any], model: nn.Module) -> None:
@@ -94,7 +93,6 @@ def _resized(group: Group, shape: torch.Size, new: Tensor, state: dict[str, Any]
             resized[name] = value * (before / after) if after > before else value.clone()
     if ROW_STEP in resized:
         resized[ROW_STEP][before:] = int(state["step"])
-        resized[ROW_COUNT] = count_of(resized[ROW_MOMENT])
     return resized
 
 

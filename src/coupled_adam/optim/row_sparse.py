@@ -8,10 +8,12 @@ at once, when they have a gradient again. With t_i the step of row i's last grad
     t_i <- t
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2
 
-and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows that ever had a gradient,
-also those whose r has underflowed since, which are not counted where all rows are updated.
+and w_i, u_i as in :mod:`coupled_adam.optim.reference`; k counts the rows with r_i > 0, also those
+whose r would have underflowed by now. As Adam's bias correction does, the decay takes today's beta2
+for all steps, also for those that a schedule took with another.
 The state of a table [V, H] is ``row_exp_avg_sq`` [V], ``row_step`` [V] in int32, ``exp_avg_sq``
-[H], ``row_count`` and ``step``: 8 bytes a row in single precision.
+[H], ``row_count`` and ``step``: 8 bytes a row in single precision. A row begins anew where its r_i
+is set to 0, as for a new id; the next step then counts all rows once.
 
 This module is the :class:`~coupled_adam.optim.matrix.Kernel` of such a table. Each kernel that can
 address rows by number takes them where they lie; the reference takes a copy of them and puts it
@@ -22,11 +24,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars
 
 SKIPS_ON_DEVICE = False
+# The version of each r in which its rows have been counted, so that nobody counts them in each step
+_counted = WeakTensorKeyDictionary()
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
@@ -35,14 +40,19 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 
     assert weights is None
     assert matrix.row_count is not None
+    r = matrix.row_exp_avg_sq
+    assert r is not None
     if matrix.touched is None:
-        return _dense(matrix, scalars)
-    kernel = kernels.of_rows(matrix)
-    total = _copied(matrix, scalars) if kernel is None else kernel.lean(matrix, None, scalars)
-    if total is None:  # the kernel has counted the rows and finished the step
-        return None
-    matrix.row_count.add_(total[-1].to(matrix.row_count))
-    reference.finish(matrix, torch.cat([total[:-1], matrix.row_count[None].to(total)]))
+        _dense(matrix, r, scalars)
+    else:
+        if _counted.get(r) != r._version:  # it is new, or somebody has written it
+            matrix.row_count.copy_(count_of(r))
+        kernel = kernels.of_rows(matrix)
+        total = kernel.lean(matrix, None, scalars) if kernel else _copied(matrix, r, scalars)
+        if total is not None:  # otherwise the kernel has counted the rows and finished the step
+            matrix.row_count.add_(total[-1].to(matrix.row_count))
+            reference.finish(matrix, torch.cat([total[:-1], matrix.row_count[None].to(total)]))
+    _counted[r] = r._version
     return None
 
 
@@ -63,18 +73,18 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
             grad = matrix.grad.coalesce()
             added = grad.indices()[0], grad.values()
         rows, values = added
-    values = values.to(matrix.param.dtype).contiguous()
-    return replace(matrix, grad=values, touched=rows.contiguous())
+    # As wide as the table, for the kernel in C; what is wider is not rounded.
+    values = values.to(torch.promote_types(values.dtype, matrix.param.dtype))
+    return replace(matrix, grad=values.contiguous(), touched=rows.contiguous())
 
 
-def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
+def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:
     """The reference's pass over a copy of the touched rows."""
     assert table.touched is not None
     assert table.row_step is not None
-    assert table.row_exp_avg_sq is not None
     rows, t = table.touched, scalars.t
     # 1. The rows, with r as it would be after the step before
-    r = table.row_exp_avg_sq[rows]
+    r = all_r[rows]
     active_before = count_of(r)
     r = decayed(r, table.row_step[rows], t, table.beta2)
     part = replace(table, param=table.param[rows], row_exp_avg_sq=r, touched=None, row_step=None)
@@ -84,7 +94,7 @@ def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
     # 2. The pass, and what it has changed
     total = reference.lean(part, None, scalars)
     table.param.index_copy_(0, rows, part.param)
-    table.row_exp_avg_sq.index_copy_(0, rows, r)
+    all_r.index_copy_(0, rows, r)
     now = t.to(torch.int32) if isinstance(t, Tensor) else int(t)
     table.row_step.index_fill_(0, rows, now)
     # 3. The rows that began to move, less those that stopped
@@ -92,22 +102,19 @@ def _copied(table: CoupledMatrix, scalars: Scalars) -> Tensor:
     return total
 
 
-def _dense(matrix: CoupledMatrix, scalars: Scalars) -> Tensor | None:
+def _dense(matrix: CoupledMatrix, r: Tensor, scalars: Scalars) -> None:
     """A step with a gradient of all rows, by the kernel that the matrix would have otherwise."""
     from coupled_adam.optim import kernels
 
     assert matrix.row_step is not None
     assert matrix.row_count is not None
-    r, t = matrix.row_exp_avg_sq, scalars.t
-    assert r is not None
-    r.copy_(decayed(r, matrix.row_step, t, matrix.beta2))
+    r.copy_(decayed(r, matrix.row_step, scalars.t, matrix.beta2))
     plain = replace(matrix, row_step=None, row_count=None)
     total = kernels.choose(plain).lean(plain, None, scalars)
-    matrix.row_step.fill_(t)
+    matrix.row_step.fill_(scalars.t)
     matrix.row_count.copy_(count_of(r))
     if total is not None:
         reference.finish(plain, total)
-    return None
 
 
 def check_rows(rows: Tensor, vocab_size: int) -> None:
@@ -124,7 +131,8 @@ def check_rows(rows: Tensor, vocab_size: int) -> None:
 def decayed(r: Tensor, row_step: Tensor, t: float | Tensor, beta2: float | Tensor) -> Tensor:
     """r [rows] after the step before t, given the step of each row's last gradient, [rows]."""
     steps = (t - 1 - row_step).to(reference.wide(r)).clamp(min=0)
-    return (r.to(steps) * beta2**steps).to(r.dtype)
+    # What has overflowed stays, also where the power has underflowed.
+    return torch.where(r.isinf(), r, (r.to(steps) * beta2**steps).to(r.dtype))
 
 
 def count_of(r: Tensor) -> Tensor:

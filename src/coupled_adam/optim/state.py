@@ -130,15 +130,15 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if p.grad is None:  # of this rank alone
         return
-    if p.grad.layout != torch.strided:
-        _check_sparse(group, index)
-        return
     if p.grad.shape != p.shape or p.grad.device != p.device or not _is_taken(p.grad.dtype, p):
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is {p.dtype} on {p.device}, but its "
             f"gradient is {list(p.grad.shape)} in {p.grad.dtype} on {p.grad.device}. Give it the "
             "parameter's shape, device and dtype, or float32 for half precision"
         )
+    if p.grad.layout != torch.strided:
+        _check_sparse(group, index)
+        return
     if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is a {layout_of(p)}, but its gradient "

@@ -496,9 +496,10 @@ static WIDE NAME(lean_weight)(NAME(Work) *work, int64_t row, const VECTOR *squar
     WIDE *r = (WIDE *)u->row_exp_avg_sq + at;
     double old = *r;
     if (u->row_step != NULL) { /* r has not decayed since the row's last gradient */
-        work->active -= old != 0 && !isinf(old);
+        const int is_finite = !isinf(old);
+        work->active -= old != 0 && is_finite;
         const int32_t steps = u->step - 1 - u->row_step[at];
-        if (steps > 0) old *= exp(steps * u->log_beta2);
+        if (steps > 0 && is_finite) old *= exp(steps * u->log_beta2);
         u->row_step[at] = u->step;
     }
     const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);

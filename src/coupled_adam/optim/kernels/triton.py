@@ -409,10 +409,11 @@ def _lean(
         if r is not None:
             old = tl.load(r + at, mask=is_row, other=0.0)
             if row_step is not None:  # r has not decayed since the row's last gradient
-                count -= tl.where((old != 0) & (old != float("inf")), 1.0, 0.0)
+                is_finite = old != float("inf")
+                count -= tl.where((old != 0) & is_finite, 1.0, 0.0)
                 steps = t.to(tl.int32) - 1 - tl.load(row_step + at, mask=is_row, other=0)
                 decay_of_r = tl.exp(tl.maximum(steps, 0).to(tl.float32) * log_beta2)
-                old = tl.where(steps > 0, old * decay_of_r, old)
+                old = tl.where((steps > 0) & is_finite, old * decay_of_r, old)
                 tl.store(row_step + at, t.to(tl.int32), mask=is_row)
             mean_square = tl.sum(g * g, axis=1) / columns
             new = _average(old, mean_square, share)

@@ -85,7 +85,8 @@ def scale_by_coupled_adam(
         nesterov: whether the first moment is that of Nesterov's momentum, as in optax.
 
     Returns:
-        A gradient transformation. Its updates have the dtypes of the gradients.
+        A gradient transformation. Its updates have the dtypes of the gradients, but that of ``nu``
+        with ``zero_sum``: what is taken back is divided by the rate, which float16 may not hold.
 
     Raises:
         TypeError: if ``row_exponent`` or ``zero_sum`` is an array. What the state consists of
@@ -235,7 +236,7 @@ def _lean(
         update -= jnp.where(moves, given_back, 0)
         moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
         d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
-    return update.astype(dtype), nu, r, *d
+    return update if d else update.astype(dtype), nu, r, *d
 
 
 def _check_momentum(b1: Any, b2: Any, row_exponent: float, mu_dtype: Any) -> None:
@@ -357,6 +358,11 @@ def coupled_adamw(
         optax.partition(transforms, label),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
+        # With zero_sum the coupled ones have been wider than the parameters so far.
+        optax.masked(
+            optax.stateless(optax.tree.cast_like),
+            lambda tree: jax.tree.map(lambda name: name != "adamw", label(tree)),
+        ),
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:

@@ -233,6 +233,22 @@ def test_zero_sum_under_a_schedule():
         close(moments(state).mean_update, truth.d)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=str)
+def test_a_rate_that_drops_in_half_precision(dtype):
+    """By more than float16 holds, with a wrapper that demands updates in the gradients' dtype."""
+
+    def rate(t):
+        return jnp.where(t < 12, 1e-2, 1e-8)
+
+    tx = coupled_adamw(rate, b2=0.95, labels="coupled", weight_decay=0.0, **LEAN)
+    params = jnp.asarray(matrix(), dtype)
+    grads = [jnp.asarray(g, dtype) for g in gradients()]
+    params, _ = train(optax.apply_if_finite(tx, 0), params, grads)
+    assert params.dtype == dtype
+    truth = expected(lr=lambda t: float(rate(t)), **LEAN)
+    close(params.astype(float), truth.embeddings, 0.02 if dtype == jnp.float16 else 0.1)
+
+
 def test_muon():
     """Beside Muon, as on the page: both update their parameters as each does alone."""
     params = model()

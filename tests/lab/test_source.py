@@ -281,6 +281,20 @@ def test_the_word_of_a_split_stands_alone(name, valid, tmp_path):
         find_token_files(Data(tokens=str(tmp_path)), 300)
 
 
+@pytest.mark.parametrize("save", [np.save, lambda path, ids: ids.tofile(path)])
+def test_token_files_that_end_in_npy(save, tmp_path):
+    """NumPy's own format, and the bare ids that OLMo gives this name; .bin files come first."""
+    for number, name in enumerate(("train-0", "train-1", "val"), 1):
+        save(tmp_path / f"{name}.npy", ids(100 * number))
+    splits = find_token_files(Data(tokens=str(tmp_path)), 300)
+    assert [file.length for file in splits["train"]] == [100, 200]
+    np.testing.assert_array_equal(Tokens(splits["train"])[100:], ids(200))
+    for name in ("train", "val"):
+        ids(10).tofile(tmp_path / f"{name}.bin")
+    splits = find_token_files(Data(tokens=str(tmp_path)), 300)
+    assert [file.length for file in splits["train"]] == [10]
+
+
 def test_missing_token_files(tmp_path):
     def refuses(message, folder=tmp_path):
         with pytest.raises(UsageError, match=rf"^data\.tokens={folder}.*{message}"):

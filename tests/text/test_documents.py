@@ -128,7 +128,6 @@ def test_every_format_gives_the_same_documents(texts, tmp_path):
         "a.ndjson": lines,
         "A.JSONL": lines,
         "A.CSV.GZ": gzip.compress(csv_file(texts)),
-        "a.tsv": csv_file(texts, "\t"),
         "a.csv.gz": gzip.compress(csv_file(texts)),
         **{f"a.txt{ending}": pack(plain) for ending, pack in COMPRESSIONS.items()},
         **{f"a.jsonl{ending}": pack(lines) for ending, pack in COMPRESSIONS.items()},
@@ -186,6 +185,42 @@ def test_folders(texts, tmp_path):
         [*documents(folder)]
 
 
+SENTENCES = {
+    "An opening": '"An opening mark',
+    "and a closing": 'and a closing one"',
+    "words": '"Hello" he said',
+    "two": '"Yes", she said, "no"',
+    "taken off": '"He said ""yes"", and no"',
+    "none": "It's 5\" wide",
+    "empty": '""',
+}
+
+
+@pytest.mark.parametrize("place", ["first", "last", "middle"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_quotation_marks_in_a_tsv(place, end, tmp_path):
+    """They are those of sentences, and neither join rows nor are lost."""
+    columns = {"first": "text\tid", "last": "id\ttext", "middle": "a\ttext\tb"}[place]
+    names = columns.split("\t")
+    lines = ["\t".join(s if n == "text" else "0" for n in names) for s in SENTENCES.values()]
+    (tmp_path / "a.tsv").write_bytes(end.join([columns, *lines, ""]).encode())
+    expected = [*SENTENCES.values()]
+    expected[4:] = ['He said "yes", and no', expected[5]]
+    assert list(documents(tmp_path / "a.tsv")) == expected
+
+
+@pytest.mark.parametrize("window", [24, 27, 31])
+def test_zstd_with_a_long_window(window, tmp_path):
+    """As --long writes; beyond 27 its own tool wants to be asked for it, and its library too."""
+    options = {
+        zstd.CompressionParameter.window_log: window,
+        zstd.CompressionParameter.enable_long_distance_matching: 1,
+    }
+    with zstd.open(tmp_path / "a.jsonl.zst", "wb", options=options) as file:
+        file.write(json_lines(["one", "two"] * 500).encode())
+    assert list(documents(tmp_path / "a.jsonl.zst")) == ["one", "two"] * 500
+
+
 @pytest.mark.slow
 def test_python_documentation():
     """Real text, megabytes of it, the same each time."""
@@ -213,7 +248,10 @@ UNREADABLE = {
     "near.jsonl": (b'{"texts": "a", "id": 1}\n', "column='text' is not .*: did you mean texts?"),
     "twice.csv": (b"text,label,text\nhello,1,other\n", "names the column 'text' twice"),
     "far.csv": (b"id,body\n1,a\n", "column='text' is not among its columns: there are id, body"),
-    "broken.csv": (b'id,text\n1,"a\n2,b\n', "unexpected end of data"),
+    "broken.csv": (b'id,text\n1,"a\n2,b\n', "line 3: unexpected end of data"),
+    "quotes.csv": (b'id,text\n1,a\n2,"b" c\n', "line 3: ',' expected after"),
+    "tab.tsv": (b'id\ttext\n1\t"a\tb"\n', "line 2 has not as many columns as the first"),
+    "break.tsv": (b'id\ttext\n1\ta\n2\t"a\nb"\n', "line 4 has not as many columns as the first"),
     "long.csv": (b"id,text\n1,a\n2,b, and c\n", "line 3 has not as many columns as the first"),
     "short.csv": (b"id,text\n1,a\nb\n", "line 3 has not as many columns as the first"),
     "broken.parquet": (b"PAR1 but no more", "broken.parquet"),

@@ -91,8 +91,8 @@ def verify(
     the model takes too few tokens (``length`` is how many), or a logit is not finite.
     """
     tokens = np.concatenate([rows, controls])  # [n + m]
-    start = document_start(tokenizer, model.config.to_dict())
-    prompts = list(_prompts(tokenizer, start, min(length, _LONGEST)))
+    begin = document_start(tokenizer, model.config.to_dict())
+    prompts = list(_prompts(tokenizer, begin, min(length, _LONGEST)))
     if not prompts:
         raise UsageError(
             f"--verify: {model.name_or_path} takes only {length} tokens, and a prompt needs more"

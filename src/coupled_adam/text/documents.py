@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +34,8 @@ _OPEN: dict[str, Callable[..., Any]] = {
     ".bz2": bz2.open,
     ".gz": gzip.open,
     ".xz": lzma.open,
-    ".zst": zstd.open,
+    # Whatever the window that the file was written with; memory is taken as it is needed.
+    ".zst": partial(zstd.open, options={zstd.DecompressionParameter.window_log_max: 31}),
 }
 
 
@@ -187,8 +189,8 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
     _check_text(start, kind)
     with opened(path, "rt", encoding="utf-8-sig") as lines:
         if kind in TABLES:
-            delimiter = {".csv": ",", ".tsv": "\t"}.get(kind)
-            for row in _json_rows(lines) if delimiter is None else _csv_rows(lines, delimiter):
+            is_table = kind in (".csv", ".tsv")
+            for row in _table_rows(lines, kind) if is_table else _json_rows(lines):
                 _check_column(row, column)
                 yield _text(row[column], column)
             return
@@ -244,17 +246,31 @@ def _json_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             )
 
 
-def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[dict[str, str]]:
-    """The rows below the first line, which names the columns."""
+def _table_rows(lines: Iterable[str], kind: str) -> Iterator[dict[str, str]]:
+    """The rows of a .csv or .tsv file below the first line, which names the columns.
+
+    In a .tsv no field holds a tab or a line break, and a quotation mark is mostly that of a
+    sentence: only those around a whole field are taken off.
+    """
     csv.field_size_limit(sys.maxsize)  # the limit is 128 kB otherwise; a field is a document
-    reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
-    names = reader.fieldnames or ()
-    if twice := [name for name in names if [*names].count(name) > 1]:
-        raise UsageError(f"the first line names the column {twice[0]!r} twice")
-    for row in reader:
-        if None in row or None in row.values():  # for values without columns, and the reverse
-            raise UsageError(f"line {reader.line_num} has not as many columns as the first line")
-        yield row
+    is_tsv = kind == ".tsv"
+    dialect: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if is_tsv else {"strict": True}
+    rows = csv.reader(lines, **dialect)
+    names: list[str] = []
+    try:
+        for row in rows:
+            if is_tsv:
+                quoted = [re.fullmatch(r'"((?:[^"]|"")*)"', field) for field in row]
+                row = [q[1].replace('""', '"') if q else field for q, field in zip(quoted, row)]
+            if twice := [name for name in row if not names and row.count(name) > 1]:
+                raise UsageError(f"the first line names the column {twice[0]!r} twice")
+            if names and row and len(row) != len(names):
+                raise UsageError(f"line {rows.line_num} has not as many columns as the first line")
+            if names and row:
+                yield dict(zip(names, row))
+            names = names or row
+    except csv.Error as error:
+        raise UsageError(f"line {rows.line_num}: {error}") from None
 
 
 def _text(value: Any, column: str) -> str:
@@ -267,8 +283,8 @@ def _text(value: Any, column: str) -> str:
 def _check_column(names: Iterable[str], column: str) -> None:
     if column not in names:
         raise UsageError(
-            f"column={column!r} is not among its columns: {did_you_mean(column, names)}; in a "
-            "recipe, data.column chooses it"
+            f"column={column!r} is not among its columns: {did_you_mean(column, names)}; "
+            "--data.column chooses it for train and compare, and other commands read 'text'"
         )
 
 

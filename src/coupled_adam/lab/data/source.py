@@ -103,8 +103,9 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     """Find the token files of each split in the folder ``data.tokens``.
 
     Their names have the word train, val (or valid, validation) or test, between characters that are
-    no letters, and end in ``.bin``; several files of a split are sorted by name. Without files for
-    the test, the second half of the validation tokens is the test split.
+    no letters, and end in ``.bin`` or, where no file does, in ``.npy``; several files of a split
+    are sorted by name. Without files for the test, the second half of the validation tokens is the
+    test split.
 
     Raises:
         UsageError: a split has no files, a file is of two splits, or is truncated or in another
@@ -112,7 +113,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     """
     folder = Path(str(data.tokens))
     found: dict[str, list[Path]] = {split: [] for split in _SPLIT_WORDS}
-    for path in sorted(folder.glob("*.bin")):
+    for path in sorted(folder.glob("*.bin")) or sorted(folder.glob("*.npy")):
         of = [split for split, word in _SPLIT_WORDS.items() if word.search(path.stem)]
         if len(of) > 1:
             raise UsageError(f"{path} is named after two splits, {' and '.join(of)}: rename it")

@@ -269,6 +269,15 @@ def test_frozen_matrices_that_are_named():
         param_groups(model, tables=[])  # nothing was to be coupled
 
 
+def test_frozen_parameters_are_left_out():
+    model = llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    groups = param_groups(model)
+    names = {name for group in groups for name in group["param_names"]}
+    assert "model.embed_tokens.weight" not in names
+    assert groups[-1]["param_names"] == ["lm_head.weight"]
+
+
 def test_several_vocabularies_from_a_plain_list():
     parameters = named({"src": (V, H), "tgt": (V + 2, H), "out": (3, H)})
     optimizer = CoupledAdamW(parameters, vocab_size=(V, V + 2))

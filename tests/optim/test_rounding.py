@@ -138,6 +138,12 @@ def test_small_updates_arrive():
     assert others[torch.bfloat16, True] == pytest.approx(moved, rel=0.06)  # 5 sigma of 6,400 ups
 
 
+def test_no_other_dtype_is_rounded():
+    assert torch.equal(
+        train(dtype=torch.float32), train(dtype=torch.float32, stochastic_rounding=True)
+    )
+
+
 def test_refused():
     with pytest.raises(ValueError, match="Invalid stochastic_rounding: 1"):
         train(stochastic_rounding=1)

@@ -208,6 +208,17 @@ def test_coupled_adam_from_lean():
     take_steps(coupled, [4])
 
 
+def test_momentum_begins_and_ends_between_steps():
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True, betas=(0.9, 0.9))
+    take_steps(optimizer, range(2))
+    for beta1 in (0.0, 0.9):
+        optimizer.param_groups[0]["betas"] = (beta1, 0.9)
+        take_steps(optimizer, [2])
+        assert ("exp_avg" in optimizer.state[p]) == (beta1 != 0)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.1 * p.grad)  # begun at zero
+
+
 PLAIN = {"coupled": True, "betas": (0.9, 0.99), "amsgrad": False, "row_exponent": 0.0}
 PLAIN |= {"zero_sum": False}
 OF_OTHER_OPTIONS = {

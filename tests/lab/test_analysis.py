@@ -347,3 +347,61 @@ def test_models_of_one_folder_name(option, tmp_path, capsys):
     assert code == 0
     for name in names:
         assert f"{name}, input" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "matrix.npy", "weights.safetensors"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_comparisons_without_a_tokenizer(kind, is_first, gpt2, tmp_path, capsys):
+    """On one side: rows go by their ids, and have the names of the other side."""
+    other, weight = tmp_path / kind, GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
+    moved = weight.detach().clone()
+    moved[300] *= -1
+    if kind == "matrix.npy":
+        np.save(other, moved.numpy())
+    elif kind == "checkpoint":
+        other.mkdir()
+        save_file({"wte.weight": moved}, other / "model.safetensors")
+    else:
+        save_file({"wte.weight": moved}, other)
+    pair = (other, gpt2) if is_first else (gpt2, other)
+    (change,) = as_json(capsys, *pair, "--compare")["changes"]
+    first = change["movers"][0]
+    text = AutoTokenizer.from_pretrained(gpt2).decode([300])
+    assert (first["id"], first["token"], first["cosine"]) == (300, text, pytest.approx(-1))
+    assert change["matched"] == 448
+    assert repr(text) in run(capsys, *pair, "--compare")[1]
+
+
+DEGENERATE = {
+    "one row": np.eye(1, 5),
+    "one alive": np.eye(9, 5) * (np.arange(9) == 3)[:, None],
+    "two rows": np.eye(2, 5),
+    "no finite row": np.full((9, 5), np.nan),
+    "one finite row": np.where(np.arange(9)[:, None] == 3, np.eye(9, 5), np.inf),
+    "zero": np.zeros((9, 5)),
+    "all equal": np.ones((9, 5)),
+    "one column": np.arange(9.0)[:, None],
+    "no column": np.zeros((9, 0)),
+    "no row": np.zeros((0, 5)),
+}
+QUESTIONS = ["--all", "--duplicates", "--undertrained", "--neighbours #3", "--json", "--html HTML"]
+QUESTIONS += ["--compare", "--explore HTML", "--export PARQUET"]
+
+
+@pytest.mark.parametrize("matrix", DEGENERATE)
+@pytest.mark.filterwarnings("error")
+def test_degenerate_matrices(matrix, tmp_path, capsys):
+    """Every question is answered, or refused in one line that names the file."""
+    path = tmp_path / "matrix.npy"
+    np.save(path, DEGENERATE[matrix])
+    for number, question in enumerate(QUESTIONS):
+        places = {"HTML": tmp_path / f"{number}.html", "PARQUET": tmp_path / f"{number}.parquet"}
+        options = [places.get(word, word) for word in question.split()]
+        code, out, err = run(capsys, path, *[path] * (question == "--compare"), *options)
+        if code == 0:
+            assert "nan" not in out.lower()
+        else:
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert str(path) in err
+    if matrix in ("one row", "one alive", "one finite row"):
+        assert "no two rows" in run(capsys, path, "--duplicates")[1]

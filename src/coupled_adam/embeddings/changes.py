@@ -40,12 +40,13 @@ class Changes:
 def match_rows(first: Vocabulary, second: Vocabulary) -> tuple[Rows, Rows]:
     """The rows of two vocabularies that belong together, [n] each.
 
-    These have the same id if one vocabulary extends the other, or if there is no tokenizer, and
+    These have the same id if one vocabulary extends the other, or if one has no tokenizer, and
     otherwise the same text.
     """
-    # Without tokenizers all texts are empty, and so the same.
     common = np.arange(min(len(first), len(second)))
-    if [*first.texts[: len(common)]] == [*second.texts[: len(common)]]:
+    texts_of_each = [vocabulary.texts[: len(common)] for vocabulary in (first, second)]
+    # Without a tokenizer all texts are empty.
+    if not all(map(any, texts_of_each)) or [*texts_of_each[0]] == [*texts_of_each[1]]:
         return common, common
     texts = {*first.rows} & {*second.rows} - {""}
     pairs = [(first.rows[text], second.rows[text]) for text in texts]
@@ -138,6 +139,11 @@ class Comparison:
     rows: Rows  # [n], the row of each pair in the second matrix
 
     @property
+    def vocabulary(self) -> Vocabulary:
+        """The names of the rows, of the first matrix if the second has no tokenizer."""
+        return max(self.after.vocabulary, self.before.vocabulary, key=lambda v: any(v.texts))
+
+    @property
     def numbers(self) -> dict[str, Any]:
         """The numbers, and the tokens that moved most, as plain values."""
         changes = self.changes
@@ -145,7 +151,8 @@ class Comparison:
         for index in changes.movers(_MOVERS):
             turned = None if changes.cosines is None else _finite(changes.cosines[index])
             change = {"cosine": turned, "norm_ratio": _finite(changes.norm_ratios[index])}
-            movers.append({**self.after.token(int(self.rows[index])), **change})
+            token = self.after.token(int(self.rows[index]))
+            movers.append({**token, "token": self.vocabulary.texts[token["id"]], **change})
         return {
             "before": self.before.matrix,
             "after": self.after.matrix,
@@ -157,7 +164,7 @@ class Comparison:
 
     def table(self, number: int) -> Table:
         """The first of the movers, and the numbers below, for the terminal."""
-        numbers, name = self.numbers, self.after.vocabulary.name
+        numbers, name = self.numbers, self.vocabulary.name
         rows = [
             [
                 str(token["id"]),

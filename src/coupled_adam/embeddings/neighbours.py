@@ -58,7 +58,7 @@ def nearest(
     # So many at a time that the cosines of a block of the matrix with all of them stay small.
     searched = [
         _search(embeddings, queries[start : start + _QUERIES], k, mean, candidates)
-        for start in range(0, len(queries), _QUERIES)
+        for start in range(0, max(len(queries), 1), _QUERIES)
     ]
     neighbours, cosines = zip(*searched)
     return np.concatenate(neighbours), np.concatenate(cosines)
@@ -128,8 +128,8 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
     matrix, name = analysis.embeddings.matrix, analysis.vocabulary.name
     alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
     neighbours, cosines = nearest(matrix, alive, 1)
-    near = cosines[:, 0] >= DUPLICATE
-    rows, others = alive[near], neighbours[near, 0]
+    near = (cosines >= DUPLICATE).any(1)  # a row that is alone has no neighbour
+    rows, others = alive[near], neighbours[near].ravel()
     # Each row is linked to its nearest one, and what is linked is a group. All rows within 0.99 of
     # each other would take V x V cosines.
     links = sparse.coo_array((near[near], (rows, others)), (len(matrix), len(matrix)))
@@ -140,7 +140,7 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
         groups.append(
             {
                 "tokens": [analysis.token(row) for row in members.tolist()],
-                "cosine": float(cosines[near, 0][labels[rows] == label].min()),
+                "cosine": float(cosines[near].ravel()[labels[rows] == label].min()),
                 "identical": all(torch.equal(matrix[members[0]], matrix[row]) for row in members),
             }
         )

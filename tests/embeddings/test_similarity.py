@@ -129,6 +129,9 @@ def test_other_dialects(name, text, tmp_path):
         "set1.csv": "Word 1,Word 2,Human (mean),1,2\nNew York,city,8,9,7\na,b,0.5,0,1\n",
         "before.csv": "Word 1,Word 2,1,2,Average\nNew York,city,9,7,8\na,b,0,1,0.5\n",
         "deviation.csv": "term_a,term_b,sd,mean\nNew York,city,1.4,8\na,b,0.7,0.5\n",
+        "exact.csv": "word1,word2,mean,std_mean\nNew York,city,8,0.1\na,b,0.5,2\n",
+        "exact.tsv": "a\tb\trating_n\tRating\tscores\nNew York\tcity\t3\t8\t1\na\tb\t2\t.5\t9\n",
+        "two.csv": "w,v,human_sd,human_n,Score\nNew York,city,3,2,8\na,b,2,9,0.5\n",
         "counts.tsv": "w1\tw2\tn1\tn2\tscore\nNew York\tcity\t5\t6\t8\na\tb\t9\t1\t0.5\n",
         # As gensim has it, with a header that is a comment
         "comments.tsv": "# A set\n# Word 1\tWord 2\tHuman (mean)\nNew York\tcity\t8\na\tb\t.5\n",

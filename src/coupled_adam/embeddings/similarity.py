@@ -249,9 +249,8 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     return SetScore(r, spearman, count, total)
 
 
-# What a column with the ratings is called, and the first two of a header.
 _RATINGS = ("mean", "human", "average", "avg", "score", "rating")
-_WORDS = re.compile(r"(word|term|item|token|lemma|noun|verb|w|t)[ _-]?(1|2|a|b|one|two)", re.I)
+"""What a column with the ratings is called."""
 
 
 def _read(path: Path) -> WordSimilaritySet:
@@ -261,19 +260,16 @@ def _read(path: Path) -> WordSimilaritySet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     numbered = [(n, line) for n, line in enumerate(lines, 1) if re.search(r"[^\s,;]", line)]
-    comments = [line.lstrip("# ") for _, line in numbered if line.startswith("#")]
-    numbered = [(n, line) for n, line in numbered if not line.startswith("#")]
     # The first line shows what separates the fields; without a sign it is spaces.
-    beginning = numbered[0][1] if numbered else ""
-    sign = next((sign for sign in "\t;," if sign in beginning), None)
-    table = [(n, line.split() if sign is None else _fields(line, sign)) for n, line in numbered]
-    # A header has no numbers where the others have the rating, or names where they have words; it
-    # may be a comment, as in gensim's copies.
-    header: list[str] = []
+    texts = [line for _, line in numbered if not line.startswith("#")]
+    sign = next((sign for sign in "\t;," if texts and sign in texts[0]), None)
+    table = [(n, _fields(line, sign)) for n, line in numbered]
+    # A header names the rating, or has no number in its place; gensim's is a comment.
+    comments = [fields for _, (first, *fields) in table if first.startswith("#")]
+    table = [(n, fields) for n, fields in table if not fields[0].startswith("#")]
+    header = ["", *comments[-1]] if comments and sign is not None else []
     if table and _is_header(table[0][1]):
         header = table.pop(0)[1]
-    elif sign is not None and comments and _is_header(last := _fields(comments[-1], sign)):
-        header = last
     if not table:
         raise ValueError(f"{path} contains no pairs")
     top = table[0][1]
@@ -298,9 +294,17 @@ def _read(path: Path) -> WordSimilaritySet:
 
 
 def _is_header(row: Sequence[str]) -> bool:
-    """Whether a row has the names of columns: raters and counts may be numbers there, too."""
-    names_words = len(row) > 2 and row[0] != row[1] and all(map(_WORDS.fullmatch, row[:2]))
-    return names_words or (len(row) > 2 and not any(map(_is_number, row[2:])))
+    """Whether a row names columns: raters and counts may be numbers there, too."""
+    return len(row) > 2 and (bool(_named_rating(row)) or not any(map(_is_number, row[2:])))
+
+
+def _named_rating(names: Sequence[str]) -> list[int]:
+    """The columns behind the words that the name of a rating chooses, an exact name first."""
+    for is_meant in (str.__eq__, str.__contains__):
+        for rating in _RATINGS:
+            if columns := [i for i in range(2, len(names)) if is_meant(names[i].lower(), rating)]:
+                return columns
+    return []
 
 
 def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spaced: bool) -> int:
@@ -321,10 +325,9 @@ def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spa
                 "them, separate the columns by tabs"
             )
         return column
-    for name in _RATINGS:
-        named = [i for i in numbers if i < len(header) and name in header[i].lower()]
-        if len(named) == 1:
-            return named[0]
+    named = [column for column in _named_rating(header) if column in numbers]
+    if len(named) == 1:
+        return named[0]
     columns = ", ".join(header[i] if i < len(header) else f"column {i + 1}" for i in numbers)
     raise ValueError(
         f"{path} has several columns with numbers ({columns}), and it is not clear which of them "
@@ -332,7 +335,9 @@ def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spa
     )
 
 
-def _fields(line: str, delimiter: str) -> list[str]:
+def _fields(line: str, delimiter: str | None) -> list[str]:
+    if delimiter is None:
+        return line.split()
     # Line by line: a quote that is not closed ends with its line, and not with the file.
     return [field.strip() for field in next(csv.reader([line], delimiter=delimiter), [])]
 

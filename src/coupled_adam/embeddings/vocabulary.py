@@ -28,7 +28,8 @@ _NEVER_USED = {
     "undecodable": {chr(byte) for byte in _NEVER_IN_UTF8},  # as byte-level BPE writes them
 }
 _REPLACEMENT = "\ufffd"  # what stands for bytes that are no whole character
-_RESERVED = re.compile(r"[<\[|]+\W*\w*(unused|reserved)\w*\W*[>\]|]+", re.IGNORECASE)
+# In brackets of some kind, as no word of a text is.
+_RESERVED = re.compile(r"(?=.+[>\]|<])[<\[|>].*(unused|notused|reserved).*", re.IGNORECASE)
 
 # A token is reachable if it appears between at least one of these pairs. Some never begin a text:
 # "##ing" of WordPiece, or "ing" of SentencePiece, which puts a space in front of a text. Others

@@ -13,21 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils.versions import require_version
 
 from coupled_adam.deepspeed import couple
-from coupled_adam.errors import did_you_mean
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.param_groups import embedding_options, param_groups
+from coupled_adam.optim.lean import lean_lr_factor
+from coupled_adam.optim.options import refuse_unknown
+from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, param_groups
 
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
 
-_GROUP_OPTIONS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
-"""The options that go to param_groups; the weight decay is the optimizer's."""
 # "lr_factor" is among the arguments only to be refused, with a message, by CoupledAdamW.
-_OPTIONS = _GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"params"}
+_OPTIONS = GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"params", "groups"}
 
 
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
@@ -38,11 +37,17 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     checked that the trainer has taken the optimizer.
 
     Raises:
-        TypeError: if an option, here or in the trainer's ``optim_args``, is unknown.
+        TypeError: if ``trainer`` is none, or an option, here or in the trainer's ``optim_args``, is
+            unknown.
         ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
             ``embeddings`` is unknown, or an option of the optimizer is out of range.
         RuntimeError: in ``train()``, if the trainer makes an optimizer of its own nevertheless.
     """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer must be a Trainer, not {type(trainer).__name__}: of a model make the "
+            "optimizer itself, CoupledAdamW(model, ...)"
+        )
     if trainer.optimizer is not None:
         raise ValueError(
             "the trainer has an optimizer already: call use_coupled_adam before train(), and leave "
@@ -54,11 +59,11 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     nothing = nn.Embedding(2, 2, _weight=torch.ones(2, 2))  # which draws no random numbers
     groups = param_groups(nothing, given.get("embeddings", "coupled"), steps=steps)
     # The options of groups name what the model must have, and are checked when there is one.
-    CoupledAdamW(groups, **{name: given[name] for name in given if name not in _GROUP_OPTIONS})
+    CoupledAdamW(groups, **{name: given[name] for name in given if name not in GROUP_OPTIONS})
     # Trainer calls what it takes for a class, and what it gets with the model.
     factory: Any = functools.partial(CoupledAdamWFactory, trainer)
     trainer.optimizer_cls_and_kwargs = (factory, options)
-    trainer.add_callback(_IsTaken(trainer))
+    trainer.add_callback(_IsTaken(trainer, given.get("steps") == "auto"))
 
 
 class CoupledAdamWFactory:
@@ -110,8 +115,7 @@ class CoupledAdamWFactory:
         options = _options_of(args, options)
         if options.get("steps") == "auto":
             options["steps"] = _steps(self.trainer, args)
-        group_options = {name: options.pop(name) for name in _GROUP_OPTIONS if name in options}
-        optimizer = CoupledAdamW(param_groups(model, **group_options), **options)
+        optimizer = CoupledAdamW(model, **options)
         # A trainer that resumes loads DeepSpeed's checkpoint before it tells that training begins.
         if self.trainer is not None and self.trainer.is_deepspeed_enabled:
             optimizer.register_load_state_dict_pre_hook(lambda *_: _couple_loaded(self.trainer))
@@ -141,10 +145,13 @@ def _steps(trainer: Trainer | None, args: TrainingArguments | None) -> int:
 class _IsTaken(TrainerCallback):
     """Refuses to train with another optimizer than the one that was asked for; logs its factor."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, has_auto_steps: bool) -> None:
         self.trainer = trainer
+        self.has_auto_steps = has_auto_steps
 
-    def on_train_begin(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **_: Any
+    ) -> None:
         """Look through the wrappers of accelerate and others, which have what they wrap."""
         innermost = optimizer
         while not isinstance(innermost, CoupledAdamW) and hasattr(innermost, "optimizer"):
@@ -159,9 +166,25 @@ class _IsTaken(TrainerCallback):
             )
         if self.trainer.is_deepspeed_enabled:
             couple(self.trainer.deepspeed)
+        # With auto_find_batch_size it is the optimizer of an attempt with fewer steps.
+        if self.has_auto_steps and state.global_step == 0:
+            _set_steps(innermost, state.max_steps, self.trainer.lr_scheduler)
         factors = {g["initial_lr_factor"] for g in innermost.param_groups if "lr_factor_from" in g}
         for factor in factors:
             self.trainer.log({"embedding_lr_factor": factor})
+
+
+def _set_steps(optimizer: CoupledAdamW, steps: int, schedule: Any) -> None:
+    """Give LEAN's groups the rate of another number of steps, before the first one."""
+    for number, group in enumerate(optimizer.param_groups):
+        before, _, beside_muon = str(group.get("lr_factor_from", "")).partition(" ")
+        if before.startswith("steps=") and before != f"steps={steps}":
+            factor = lean_lr_factor(steps, beside_muon=bool(beside_muon))
+            ratio = factor / group["initial_lr_factor"]
+            group |= {name: ratio * group[name] for name in ("lr", "initial_lr") if name in group}
+            group["initial_lr_factor"] = factor
+            group["lr_factor_from"] = f"steps={steps} {beside_muon}".strip()
+            schedule.base_lrs[number] = group["initial_lr"]
 
 
 def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -177,12 +200,7 @@ def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict
             **_options_in(args.optim_args or ""),
             **options,
         }
-    for name in options:
-        if name not in _OPTIONS:
-            raise TypeError(
-                f"{name}={options[name]!r} is no option of CoupledAdamW or param_groups: "
-                f"{did_you_mean(name, sorted(_OPTIONS))}"
-            )
+    refuse_unknown(options, _OPTIONS, "CoupledAdamW")
     embedding_options(options.get("embeddings", "coupled"))
     return options
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -151,6 +152,39 @@ def test_auto_steps(options, steps, in_text, tmp_path):
     assert {"embedding_lr_factor": 30_000 / steps}.items() <= trainer.state.log_history[0].items()
 
 
+class RunsOutOfMemory(transformers.GPT2LMHeadModel):
+    def forward(self, input_ids=None, labels=None, **more):
+        if len(input_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(input_ids=input_ids, labels=labels, **more)
+
+
+def test_auto_steps_with_a_batch_size_that_is_found(tmp_path):
+    """The first batch does not fit: half of it, twice the steps, and so half the factor."""
+    options = {"max_steps": -1, "num_train_epochs": 500, "auto_find_batch_size": True}
+    options |= {"gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = True
+
+    model = RunsOutOfMemory(gpt2().config)
+    args = arguments(tmp_path, **options)
+    trainer = Trainer(model, args, train_dataset=Texts(), callbacks=[Stops()])
+    use_coupled_adam(trainer, embeddings="lean", steps="auto")
+    trainer.train()
+    assert trainer.state.max_steps == 12_000
+    first, *_, coupled = trainer.optimizer.param_groups
+    assert (coupled["initial_lr_factor"], coupled["lr_factor_from"]) == (2.5, "steps=12000")
+    assert coupled["lr"] == pytest.approx(2.5 * first["lr"])
+    assert trainer.state.log_history[0]["embedding_lr_factor"] == 2.5
+
+
+def test_a_model_where_a_trainer_is_meant():
+    with pytest.raises(TypeError, match="trainer must be a Trainer, not GPT2LMHeadModel"):
+        use_coupled_adam(gpt2())
+
+
 def test_auto_steps_of_an_unknown_number(tmp_path):
     args = arguments(tmp_path, max_steps=-1)
     with pytest.raises(ValueError, match="steps='auto' needs max_steps"):
@@ -198,10 +232,10 @@ def test_options_in_text(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "error", "message"),
     [
-        ("", {"embedding": "lean"}, TypeError, "embedding='lean' is no option.*mean embeddings"),
+        ("", {"embedding": "lean"}, TypeError, r"no option 'embedding': did .*\['embeddings"),
         ("", {"embeddings": "laen"}, ValueError, "Invalid embeddings value: 'laen'"),
         ("embeddings=laen", {}, ValueError, "Invalid embeddings value: 'laen'"),
-        ("", {"model": None}, TypeError, "model=None is no option"),
+        ("", {"model": None}, TypeError, "CoupledAdamW has no option 'model'"),
         ("", {"lr_factor": 2}, ValueError, "lr_factor=2 is an option of the embeddings"),
         ("eps=-1", {}, ValueError, "Invalid epsilon value: -1|eps"),
         ("vocab_dim=1", {}, ValueError, "vocab_dim=1 has no effect"),

@@ -40,6 +40,11 @@ RULES = {name: CASES[name] for name in ("coupled", "coupled, amsgrad", "LEAN", "
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
+def test_an_optimizer_where_its_state_dict_is_meant():
+    with pytest.raises(ValueError, match=r"as of optimizer.state_dict\(\)"):
+        to_adam_state_dict(CoupledAdamW([nn.Parameter(torch.ones(2, 2))], coupled=True))
+
+
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_hook_that_finds_states_by_name(rule, dtype):

@@ -1,6 +1,7 @@
 """The groups made of a model's parameters, and their options."""
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from coupled_adam import (
     LEAN,
     CoupledAdam,
     CoupledAdamW,
+    MuonWithCoupledAdam,
     embedding_parameters,
     param_groups,
 )
+from coupled_adam.optim.param_groups import GROUP_OPTIONS, GroupOptions
 from token_models import H, HandWritten, V, gpt2, llama
 
 
@@ -46,7 +49,8 @@ ERRORS = [
     ({"vocab_size": []}, "Invalid vocab_size value"),
     ({"embeddings": ["wte.weight"]}, r"Invalid embeddings value: \[.*param_groups\(model, tables="),
     ({"embeddings": "wte.weight"}, r"Invalid embeddings value: 'wte.weight' .*tables="),
-    ({"embeddings": {"beta": 0}}, r"embeddings={'beta': 0}: beta is none of .*'betas'"),
+    ({"embeddings": {"beta": 0}}, r"embeddings={'beta': 0} has no option 'beta': .*'betas'"),
+    ({"embeddings": LEAN | {"lr_facter": 4}}, r"'lr_facter': did you mean \['lr_factor'\]"),
     ({"exclude": ["lm_haed.weight"]}, r"exclude='lm_haed.weight' .*\['lm_head.weight'"),
     ({"exclude": nn.Linear(2, 2)}, "exclude=a Linear, which matches no"),
     ({"tables": "model.embed_tokens.weight", "head_lr": 0.1}, "head_lr=0.1, but no output"),
@@ -291,7 +295,7 @@ LIST_ERRORS = [
     ({**NAMED, "up": (4 * H, H)}, {"vocab_size": 4 * H}, r"this size: 'c_fc' .*named_parameters"),
     (NAMED, {"vocab_size": 0}, r"Invalid vocab_size value: 0"),
     (NAMED, {"embeddings": "lean"}, r"embeddings='lean' .*pass the model .*or vocab_size="),
-    (NAMED, {"vocab_size": V, "embeddings": {"vocab_dim": 1}}, r"vocab_dim is none of"),
+    (NAMED, {"vocab_size": V, "embeddings": {"vocab_dim": 1}}, r"no option 'vocab_dim'"),
     (NAMED, {"vocab_size": V, "embeddings": {"row_exponent": 3}}, r"Invalid row_exponent: 3"),
     (NAMED, {"vocab_size": V, "embeddings": {"lr_factor": -1}}, r"Invalid lr_factor: -1"),
 ]
@@ -389,9 +393,78 @@ def test_a_model_whose_size_has_to_be_given():
         assert optimizer.param_groups[-1]["param_names"] == ["embed.weight"]
 
 
-def test_betas_as_yaml_has_them():
-    optimizer = CoupledAdamW(gpt2(), embeddings={"betas": [0.5, 0.9]})
-    assert optimizer.param_groups[-1]["betas"] == (0.5, 0.9)
+class ListConfig(Sequence):
+    """As OmegaConf's."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __len__(self):
+        return len(self.values)
+
+
+@pytest.mark.parametrize("kind", [list, ListConfig, np.array, torch.tensor])
+@pytest.mark.parametrize("door", ["optimizer", "embeddings", "group", "later"])
+def test_betas_as_configurations_have_them(kind, door):
+    """Whatever has two numbers, as with torch.optim.AdamW; a step and a checkpoint take them."""
+    model, betas = gpt2(), kind([0.5, 0.75])
+    group = {"params": [model.transformer.wte.weight], "coupled": True}
+    if door == "optimizer":
+        optimizer = CoupledAdamW(model, betas=betas)
+    elif door == "embeddings":
+        optimizer = CoupledAdamW(model, embeddings=LEAN | {"betas": betas})
+    elif door == "group":
+        optimizer = CoupledAdamW([{**group, "betas": betas}])
+    else:
+        optimizer = CoupledAdamW([nn.Parameter(torch.ones(2, 2))], coupled=True)
+        optimizer.add_param_group({**group, "betas": betas})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[-1]["betas"] == (0.5, 0.75)
+    for wrong in ({0.5, 0.75}, {0: 0.5, 1: 0.75}, [0.5], 0.5, "ab"):
+        with pytest.raises(ValueError, match=r"Invalid betas: .*two numbers from 0 on and below 1"):
+            CoupledAdamW(model, betas=wrong)
+
+
+DOORS = {
+    "CoupledAdam": CoupledAdam,
+    "CoupledAdamW": CoupledAdamW,
+    "MuonWithCoupledAdam": MuonWithCoupledAdam,
+}
+
+
+@pytest.mark.parametrize(
+    "door", [n for n in DOORS if "Muon" not in n or hasattr(torch.optim, "Muon")]
+)
+def test_every_door_takes_the_same_words(door):
+    """What param_groups takes, the optimizers take for a model, and refuse without one."""
+    given = {
+        "head_lr": 0.3,
+        "embedding_weight_decay": 0.2,
+        "tables": ["tok.weight", "head.weight"],
+        "exclude": ["conv.*", "norm.bias"],
+    }
+    model = HandWritten(tied=False)
+    groups = param_groups(model, "lean", **given)
+    expected = {n: g["coupled"] for g in groups for n in g["param_names"]}
+    optimizer = DOORS[door](model, embeddings="lean", **given)
+    seen = options_of(optimizer, "coupled", "lr", "weight_decay")
+    assert {name: coupled for name, (coupled, *_) in seen.items()} == expected
+    assert seen["head.weight"] == (True, 0.3, 0.2)
+    assert seen["pos.weight"][-1] == 0.2
+    only = DOORS[door](model, vocab_size=V, couple="input")
+    assert [g["param_names"] for g in only.param_groups if g["coupled"]] == [["tok.weight"]]
+    with pytest.raises(TypeError, match="exclude: only with a model"):
+        DOORS[door](model.named_parameters(), vocab_size=V, exclude=[])
+    with pytest.raises(TypeError, match=rf"{door} has no option 'exlude': did you mean \['exclude"):
+        DOORS[door](model, exlude=[])
+    passed_on = {*GroupOptions.__annotations__, "embeddings", "vocab_size", "steps"}
+    assert passed_on == GROUP_OPTIONS
 
 
 @pytest.mark.parametrize("optimizer_class", [CoupledAdamW, CoupledAdam])

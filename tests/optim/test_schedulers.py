@@ -182,3 +182,31 @@ def test_schedulers_that_scale_keep_the_factor(model):
 def test_equal_rates_by_choice_are_not_named(model):
     optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
     assert warnings_of_steps(model, optimizer) == []
+
+
+@pytest.mark.parametrize("eta_min", [1e-4, 0.0])
+def test_a_schedule_that_leads_all_rates_to_one_number(eta_min, model):
+    """It is named within the run, once; with 0 at its end the ratio stays."""
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=100, vocab_size=100)
+    schedule = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=eta_min)
+    messages = []
+    for _ in range(4):
+        messages += warnings_of_steps(model, optimizer)
+        for _ in range(3):
+            schedule.step()
+    named = ["16 times" in message and "eta_min" in message for message in messages]
+    assert named == ([True] if eta_min else [])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_more_steps_than_were_said(resumed, model):
+    """Named once, by the count in the state; up to a tenth more are no mistake."""
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=3, vocab_size=100)
+    assert warnings_of_steps(model, optimizer) == []
+    if resumed:
+        saved = optimizer.state_dict()
+        optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=3, vocab_size=100)
+        optimizer.load_state_dict(saved)
+    messages = [*warnings_of_steps(model, optimizer), *warnings_of_steps(model, optimizer)]
+    assert len(messages) == 1
+    assert "steps=3 chose the embeddings' learning rate, 16 times" in messages[0]

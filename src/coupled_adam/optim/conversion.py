@@ -107,7 +107,7 @@ def check_structure(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of an optimizer."""
     problem = None
     if not isinstance(state_dict, Mapping) or not state_dict.keys() >= {"state", "param_groups"}:
-        problem = "it must be a dict with 'state' and 'param_groups'"
+        problem = "it must be a dict with 'state' and 'param_groups', as of optimizer.state_dict()"
     elif not isinstance(state_dict["state"], Mapping):
         problem = f"its 'state' must be a dict, and is a {type(state_dict['state']).__name__}"
     elif not isinstance(state_dict["param_groups"], list | tuple):
@@ -351,8 +351,9 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         A new state dict. Tensors that are not converted are those of the given one.
 
     Raises:
-        ValueError: if the state is that of pieces of flattened matrices.
+        ValueError: if it is no state dict, or the state is that of pieces of flattened matrices.
     """
+    check_structure(state_dict)
     state = dict(state_dict["state"])
     groups = []
     for group in state_dict["param_groups"]:

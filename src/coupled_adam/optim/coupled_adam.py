@@ -8,14 +8,25 @@ from torch import Tensor
 from torch.nn import Module, ParameterList
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
+from typing_extensions import Unpack
 
 from coupled_adam.optim import flat, kernels, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt, check_structure
 from coupled_adam.optim.growth import follow
 from coupled_adam.optim.matrix import CoupledMatrix
-from coupled_adam.optim.options import OPTIONS, check_options, complete, warn_of_lost_factor
+from coupled_adam.optim.options import (
+    OPTIONS,
+    as_pair,
+    check_options,
+    complete,
+    refuse_unknown,
+    warn_of_lost_factor,
+    warn_of_more_steps,
+)
 from coupled_adam.optim.param_groups import (
+    GROUP_OPTIONS,
     Embeddings,
+    GroupOptions,
     ParamGroups,
     couple_by_size,
     embedding_options,
@@ -91,9 +102,11 @@ class CoupledAdam(torch.optim.Adam):
         steps: the number of optimizer steps of the whole training, from which the learning rate of
             ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
             that is loaded keeps its own.
-        lr_factor: an option of ``embeddings`` and of groups, here for ``**LEAN`` and for its error.
+        lr_factor: not an argument; accepted to raise a helpful error.
+        groups: further arguments of :func:`coupled_adam.param_groups`, for a model.
 
     Raises:
+        TypeError: if an argument is unknown, or one of ``groups`` is given without a model.
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. Also as in :func:`coupled_adam.param_groups` for a model; if no
             matrix has the size ``vocab_size``, or hidden layers have it.
@@ -137,6 +150,7 @@ class CoupledAdam(torch.optim.Adam):
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         lr_factor: None = None,
+        **groups: Unpack[GroupOptions],
     ) -> None:
         arguments = dict(locals())
         # 1. What is coupled: a model's groups, or what vocab_size finds, or what groups say
@@ -145,15 +159,19 @@ class CoupledAdam(torch.optim.Adam):
                 f"lr_factor={lr_factor!r} is an option of the embeddings: write "
                 f"embeddings={{'lr_factor': {lr_factor!r}}}, or embeddings=LEAN | {{...}}"
             )
-        groups: Any = params
+        betas = as_pair(betas)
+        refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
+        given: Any = params
         if is_model := isinstance(params, Module) and not isinstance(params, ParameterList):
-            groups = param_groups(
-                params, embeddings or "coupled", vocab_size=vocab_size, steps=steps
+            given = param_groups(
+                params, embeddings or "coupled", vocab_size=vocab_size, steps=steps, **groups
             )
+        elif groups:
+            raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
         elif vocab_size is None and (embeddings is not None or steps is not None):
-            given = f"{embeddings=}" if steps is None else f"{steps=}"
+            option = f"{embeddings=}" if steps is None else f"{steps=}"
             raise ValueError(
-                f"{given} says how embedding matrices are updated, but not which parameters they "
+                f"{option} says how embedding matrices are updated, but not which parameters they "
                 "are: pass the model instead of parameters, or vocab_size= with the number of "
                 "their rows; param groups have the options themselves, as of param_groups(model, "
                 "'lean', steps=...)"
@@ -166,9 +184,9 @@ class CoupledAdam(torch.optim.Adam):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
         check_options(options)
         # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.
-        is_grouped = isinstance(groups, ParamGroups)
+        is_grouped = isinstance(given, ParamGroups)
         knows_matrices = is_grouped or vocab_size is not None
-        group_options = groups[-1] if is_grouped and groups else coupled_options
+        group_options = given[-1] if is_grouped and given else coupled_options
         _refuse_what_groups_set(coupling, group_options, knows_matrices)
         # 3. The optimizer, whose constructor calls add_param_group
         self._warned, self._checked = set[str](), dict[int, Any]()
@@ -176,7 +194,7 @@ class CoupledAdam(torch.optim.Adam):
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
-            groups,
+            given,
             lr,
             betas,
             eps,
@@ -322,6 +340,10 @@ class CoupledAdam(torch.optim.Adam):
         self._complete_groups()
         if "factor" not in self._warned and warn_of_lost_factor(self.param_groups):
             self._warned.add("factor")  # no attribute is set, as Dynamo refuses that
+        if not ("steps" in self._warned or torch.compiler.is_compiling()) and warn_of_more_steps(
+            self.param_groups, self.state
+        ):
+            self._warned.add("steps")
         # 2. The tensors; whatever is refused is refused before anything has been changed
         coupled, uncoupled = self._collect()
         # 3. The updates; torch's part first, which may refuse something, too
@@ -495,7 +517,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, lr_factor: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, lr_factor, groups: likewise.
     """
 
     def __init__(
@@ -523,9 +545,10 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         lr_factor: None = None,
+        **groups: Unpack[GroupOptions],
     ) -> None:
         options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}
-        super().__init__(**options, decoupled_weight_decay=True)
+        super().__init__(**options.pop("groups"), **options, decoupled_weight_decay=True)
 
 
 def _refuse_what_groups_set(

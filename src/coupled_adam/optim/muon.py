@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from coupled_adam.optim.conversion import State
 from coupled_adam.optim.coupled_adam import CoupledAdamW, Tensors
 from coupled_adam.optim.named_parameters import Parameters, resolve
-from coupled_adam.optim.options import Group, check_options, is_muons
+from coupled_adam.optim.options import Group, check_options, is_muons, refuse_unknown
 from coupled_adam.optim.param_groups import (
+    GROUP_OPTIONS,
     Embeddings,
+    GroupOptions,
     named_parameters,
     param_groups,
     split,
@@ -95,7 +98,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         eps: float = 1e-8,
         fused: bool | None = None,
         adamw: Parameters = (),
-        **groups: Any,
+        **groups: Unpack[GroupOptions],
     ) -> None:
         if muon is None:
             raise RuntimeError(
@@ -124,21 +127,19 @@ class MuonWithCoupledAdam(CoupledAdamW):
         roles: Mapping[Tensor, Role]
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-            groups |= {"vocab_size": vocab_size, "steps": steps}
-            made = param_groups(params, embeddings, beside_muon=steps is not None, **groups)
+            refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
+            groups["beside_muon"] = steps is not None
+            made = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
             names, roles = dict(params.named_parameters(remove_duplicate=False)), made.roles
             super().__init__(made, **adam_options)
         else:
-            if groups:
-                raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
             if vocab_size is None:
                 raise ValueError(
                     "MuonWithCoupledAdam needs the model instead of parameters, or vocab_size= "
                     "with the number of rows of the embedding matrices, which are not for Muon"
                 )
-            super().__init__(
-                params, embeddings=embeddings, vocab_size=vocab_size, steps=steps, **adam_options
-            )
+            adam_options |= {"embeddings": embeddings, "vocab_size": vocab_size, "steps": steps}
+            super().__init__(params, **groups, **adam_options)
             named = [pair for group in self.param_groups for pair in named_parameters(group)]
             names, roles = dict(named), {p: role_of(name, p) for name, p in named}
         others = resolve(names, adamw, "adamw")

@@ -3,8 +3,10 @@
 A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}``.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -55,9 +57,16 @@ def _is_rate(value: Any) -> bool:
 
 
 def _are_betas(value: Any) -> bool:
-    if not isinstance(value, tuple | list) or len(value) != 2:
+    pair = as_pair(value)
+    if not isinstance(pair, tuple):
         return False
-    return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in value)
+    return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in pair)
+
+
+def as_pair(value: Any) -> Any:
+    """The two of a tuple, a list of YAML, an array, ... as a tuple; or the value as it is."""
+    has_two = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value) == 2
+    return tuple(value) if has_two and not isinstance(value, str | Mapping) else value
 
 
 # What each option must be. Arguments of param_groups and of MuonWithCoupledAdam are among them, so
@@ -100,10 +109,24 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
             continue
         value = options[name]
         # Betas may hold text, too.
-        values = value if isinstance(value, tuple | list) else [value]
+        pair = as_pair(value)
+        values = pair if isinstance(pair, tuple) else [value]
         if any(isinstance(x, str) for x in values):
             meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
         raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
+
+
+def refuse_unknown(
+    given: Iterable[str],
+    known: Collection[str],
+    where: str,
+    error: type[TypeError | ValueError] = TypeError,
+) -> None:
+    """Raise an error for the name of an option that is none, and say which is like it."""
+    for name in sorted({*given} - {*known}):
+        near = difflib.get_close_matches(name, known, 3)
+        hint = f"did you mean {near}?" if near else f"there are {sorted(known)}"
+        raise error(f"{where} has no option {name!r}: {hint}")
 
 
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:
@@ -133,6 +156,7 @@ def complete(group: Group, defaults: Mapping[str, Any]) -> None:
     for name, value in defaults.items():
         group.setdefault(name, value)
     check_options(group)
+    group["betas"] = as_pair(group["betas"])
     # 3. Whether momentum begins later; a group that is loaded may say so of other betas
     group.pop("initial_beta1", None)
     if group["coupled"] and not has_momentum(group):
@@ -167,20 +191,51 @@ def warn_of_momentum(group: Group) -> None:
 
 
 def warn_of_lost_factor(groups: list[Group]) -> bool:
-    """Warn if a loop or a schedule sets one rate for all groups, and return whether it does."""
+    """Warn if a loop or a schedule takes a group's factor away, and return whether it does."""
     for group in groups:
         factor, lr = group.get("initial_lr_factor", 1), group["lr"]
         # The value of a tensor is not asked for, since it may be on an accelerator.
         if factor == 1 or isinstance(lr, Tensor) or lr == 0:
             continue
+        others = [other for other in groups if not other["coupled"]]
+        if any(isinstance(other["lr"], Tensor) for other in others) or not others:
+            continue
         # A schedule that knows the groups keeps their ratio, and so gives the others another rate.
-        others = [other["lr"] for other in groups if not other["coupled"]]
-        if others and all(not isinstance(x, Tensor) and x == lr for x in others):
+        if all(other["lr"] == lr for other in others):
             warn(
                 f"the coupled group was built with {factor:g} times the learning rate of the "
                 f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
                 "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
                 "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
+            )
+            return True
+        if all(2 * _share_of_rate(group) < _share_of_rate(other) for other in others):
+            warn(
+                f"the coupled group was built with {factor:g} times the learning rate of the "
+                "others, but a schedule has taken more than half of that factor away: it leads all "
+                "rates to the same number, as CosineAnnealingLR's eta_min does. Give LambdaLR one "
+                "function for all groups instead"
+            )
+            return True
+    return False
+
+
+def _share_of_rate(group: Group) -> float:
+    """What a schedule of torch has left of a group's rate; NaN without one."""
+    return float(group["lr"] / (group.get("initial_lr") or math.nan))
+
+
+def warn_of_more_steps(groups: list[Group], states: Mapping[Tensor, Any]) -> bool:
+    """Warn if there were clearly more steps than a rate is for, and return whether there were."""
+    for group in groups:
+        steps = re.match(r"steps=(\d+)", str(group.get("lr_factor_from", "")))
+        taken = [states[p]["step"] for p in group["params"][:1] if steps and states.get(p)]
+        # A count that is on an accelerator is not asked for.
+        if steps and any(t.device.type == "cpu" and t > 1.1 * int(steps[1]) for t in taken):
+            warn(
+                f"{steps[0]} chose the embeddings' learning rate, {group['initial_lr_factor']:g} "
+                f"times that of the others, but this is step {int(taken[0])}: steps= is the number "
+                "of optimizer steps of the whole training"
             )
             return True
     return False

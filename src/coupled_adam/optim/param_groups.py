@@ -1,10 +1,12 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from typing_extensions import TypedDict  # which torch depends on
 
 from coupled_adam.optim.embedding_search import matrices_of_size
 from coupled_adam.optim.find_embeddings import Couple, find_embeddings
@@ -14,8 +16,10 @@ from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
 from coupled_adam.optim.options import (
     OPTIONS,
     Group,
+    as_pair,
     check_options,
     complete,
+    refuse_unknown,
 )
 from coupled_adam.optim.roles import DECAYING, Role, roles_of
 from coupled_adam.optim.state import sparse_problem
@@ -33,6 +37,17 @@ _NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
 # What embeddings= may set. Not coupled and vocab_dim, which the search for the matrices sets.
 _OPTIONS = {"lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
 _OPTIONS |= {"row_exponent", "zero_sum", "stochastic_rounding"}
+
+
+class GroupOptions(TypedDict, total=False):
+    """Arguments of :func:`param_groups` that the optimizers pass on to it."""
+
+    beside_muon: bool
+    head_lr: float | None
+    embedding_weight_decay: float
+    couple: Couple
+    tables: Tables | None
+    exclude: Parameters
 
 
 class ParamGroups(list[Group]):
@@ -54,7 +69,7 @@ class ParamGroups(list[Group]):
             )
             for name, p in named_parameters(group):
                 shape = " x ".join(map(str, p.shape))
-                lines.append(f"{name:<40} {shape:>14}  {self.roles[p]:<11}  {shown}")
+                lines.append(f"{name:<40} {shape:>14}  {self.roles.get(p, ''):<11}  {shown}")
         return "\n".join(lines)
 
 
@@ -236,6 +251,10 @@ def param_groups(
     return ParamGroups([groups[key] for key in sorted(groups)], roles)
 
 
+GROUP_OPTIONS = {*inspect.signature(param_groups).parameters} - {"model", "weight_decay"}
+"""What says how a model is grouped; the weight decay is the optimizer's."""
+
+
 def embedding_options(
     embeddings: Embeddings, steps: int | None = None, *, beside_muon: bool = False
 ) -> dict[str, Any]:
@@ -252,11 +271,7 @@ def embedding_options(
             "mapping of options such as coupled_adam.LEAN | {'lr_factor': 4}; matrices to couple "
             "are named in param_groups(model, tables=...))"
         )
-    if unknown := sorted({*named} - _OPTIONS):
-        raise ValueError(
-            f"embeddings={dict(named)}: {', '.join(unknown)} is none of {sorted(_OPTIONS)}. "
-            "Matrices to couple are named in param_groups(model, tables=...)"
-        )
+    refuse_unknown(named, _OPTIONS, f"embeddings={dict(named)}", ValueError)
     options = dict(named)
     check_options(options, " in embeddings=")
     factor = options.pop("lr_factor", 1.0)  # None: LEAN's own
@@ -282,8 +297,8 @@ def embedding_options(
             options |= {"lr_factor": LEAN_LR_FACTOR, "lr_factor_from": "default"}
         elif "lr_factor" in named:
             options |= {"lr_factor": factor, "lr_factor_from": "given"}
-    if isinstance(options.get("betas"), list):  # as YAML has them
-        options["betas"] = tuple(options["betas"])
+    if "betas" in options:
+        options["betas"] = as_pair(options["betas"])
     return options
 
 

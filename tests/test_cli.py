@@ -27,6 +27,9 @@ from coupled_adam.cli.terminal import quiet_libraries, show
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.reporting.report import Report
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
@@ -188,14 +191,16 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
         lambda _: torch.empty(2**50),
         Mock(side_effect=MemoryError()),
         Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried")),
+        Mock(side_effect=RuntimeError("could not create a primitive")),  # of oneDNN
+        Mock(side_effect=RuntimeError("can't start new thread")),
     ],
-    ids=["a CPU", "Python", "a GPU"],
+    ids=["a CPU", "Python", "a GPU", "oneDNN", "threads"],
 )
 def test_out_of_memory_is_one_line(use, monkeypatch, capsys):
     monkeypatch.setattr(recipes, "run", use)
     assert main(["recipes"]) == 1
     stderr = capsys.readouterr().err
-    assert stderr.startswith("coupled-adam: error: out of memory: ")
+    assert stderr.startswith("coupled-adam: error: out of memory or threads: ")
     assert stderr.count("\n") == 1
 
 
@@ -209,10 +214,17 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     """Of names of files, models and tokens: no escape sequence comes through."""
     evil = "a\x1b[2J\x1b]0;title\x07\x9bK\rb"
     show(f"{evil} {Path(evil)}")
-    show(Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil]))
+    table = Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil])
+    show(table)
+    show(Report(tmp_path, [evil], table, b""))
+    printed = RunLog(Run(load_recipe("tiny"), "adamw", 1, tmp_path / evil))
+    printed.on_train_start(
+        Mock(global_step=1, max_steps=1, optimizers=[Mock(param_groups=[])]), Mock()
+    )
+    printed.on_exception()
     assert main(["analyze", str(tmp_path / evil)]) == 2
     out, err = capsys.readouterr()
-    said = out.replace("\n", "") + err.replace("\n", "")
+    said = out.replace("\n", "") + err.replace("\n", "").replace("\r", "")
     assert "a [2J" in said
     assert said.isprintable()
 
@@ -332,6 +344,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_the_work(command, tmp_path, c
 CLOSED = "import os, sys; os.close(1); sys.stdout = None; "
 FULL = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
 GONE = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); sys.stdout = open(1, 'w'); "
+BOTH_GONE = GONE + "os.dup2(w, 2); "
 BLANK_PICTURES = (
     "from matplotlib.figure import Figure; "
     "Figure.savefig = lambda _, file, **__: file.write(b'a picture'); "
@@ -355,9 +368,13 @@ def test_an_output_that_takes_nothing(before, code, said, arguments):
     assert process.returncode == code
 
 
-@pytest.mark.parametrize(("before", "code"), [(CLOSED, 0), (GONE, 141)], ids=["closed", "gone"])
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [(CLOSED, 0), (GONE, 141), (BOTH_GONE, 141)],
+    ids=["closed", "gone", "both gone"],
+)
 def test_a_comparison_does_not_end_with_its_reader(before, code, small_recipe, text_file, tmp_path):
-    """As after ``compare ... | head -1``: what was to be trained is trained."""
+    """As after ``compare ... |& head -1``: what was to be trained is trained."""
     arguments = ["--recipe", small_recipe, "--text", text_file, "--steps=2", "--logger"]
     arguments += ["--arms=adamw", "--device=cpu", "--out", tmp_path / "out"]
     program = before + BLANK_PICTURES + CALL

@@ -67,7 +67,7 @@ def kinds(tmp_path):
 def test_texts_have_an_end(name, message, kinds):
     with pytest.raises(OSError, match=message):
         inputs.read_text(kinds / name)
-    with pytest.raises(UsageError, match=rf"{name} is damaged \(.*{message}"):
+    with pytest.raises(UsageError, match=rf"{name} cannot be read \(.*{message}"):
         inputs.read_own(kinds / name, str)
 
 

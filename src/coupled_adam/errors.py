@@ -51,6 +51,19 @@ class PreemptedError(BaseException):
     """
 
 
+def lacks_resources(error: BaseException) -> bool:
+    """Whether the system has no more memory or threads, for which torch raises RuntimeErrors."""
+    said = f"{type(error).__name__} {error}"
+    words = (
+        "MemoryError",
+        "OutOfMemory",
+        "DefaultCPUAllocator",
+        "new thread",
+        "create a primitive",
+    )
+    return isinstance(error, MemoryError | RuntimeError) and any(word in said for word in words)
+
+
 def printable(text: str) -> str:
     """A text in which each character that a terminal would obey is replaced by a space."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, lacks_resources, one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,14 +123,17 @@ def read_own(path: Path, parse: Callable[[str], T]) -> T:
     """What ``parse`` makes of the text of a file that this package has written.
 
     Raises:
-        UsageError: the file is missing, is no regular file, or cannot be parsed.
+        UsageError: the file is missing, is no regular file, or cannot be read or parsed.
     """
     try:
         return parse(read_text(path))
+    except OSError as error:  # which says nothing of the content
+        raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # whatever is wrong with the content
-        reason = getattr(error, "strerror", None) or error
+        if lacks_resources(error):
+            raise
         raise UsageError(
-            f"{path} is damaged ({one_line(reason, 200)}): restore it, or move it away"
+            f"{path} is damaged ({one_line(error, 200)}): restore it, or move it away"
         ) from None
 
 

@@ -15,6 +15,7 @@ A run is a folder, a comparison is a folder of runs, and nothing else carries st
     report/                    made of the runs, at any time
 """
 
+import re
 from pathlib import Path
 
 CONFIG = "config.yaml"
@@ -54,14 +55,14 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
-def parse_step(path: Path) -> int | None:
-    """The number of steps made before a checkpoint, which its name tells; None for other names."""
-    step = path.name.removeprefix("step-")
-    return int(step) if step != path.name and step.isdecimal() else None
+def parse_step(path: Path, suffix: str = "") -> int | None:
+    """The N of the name ``step-N`` with a suffix; None for any other, such as ``step-9.old``."""
+    name = re.fullmatch(rf"step-(\d+){re.escape(suffix)}", path.name, re.ASCII)
+    return int(name[1]) if name else None
 
 
 def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
     # By number: as a text, step-10 would come before step-9.
-    steps = {parse_step(path.with_suffix("")): path for path in folder.glob(f"step-*{suffix}")}
+    steps = {parse_step(path, suffix): path for path in folder.glob(f"step-*{suffix}")}
     return {step: steps[step] for step in sorted(step for step in steps if step is not None)}

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from unittest.mock import Mock
 
 import datasets
@@ -308,6 +309,18 @@ def test_a_corpus_that_cannot_be_read_now_is_kept(function, number, recipe, tmp_
             prepare_corpus(recipe, tmp_path / "cache")
     assert prepare_corpus(recipe, tmp_path / "cache").folder == folder
     assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize("error", [Exception("File too large (os error 27)"), OSError("none")])
+def test_a_temporary_folder_that_takes_nothing(error, recipe, tmp_path, monkeypatch):
+    """Where the files of a tokenizer go to be told apart."""
+    tokenizer = word_tokenizer(tmp_path / "words", eos_token="<end>")
+    fails = {"tokenizers": PreTrainedTokenizerFast, "none": tempfile}
+    name = {"tokenizers": "save_pretrained", "none": "TemporaryDirectory"}
+    kind = "none" if isinstance(error, OSError) else "tokenizers"
+    monkeypatch.setattr(fails[kind], name[kind], Mock(side_effect=error))
+    with pytest.raises(UsageError, match=r"the temporary folder cannot be written \(.*TMPDIR"):
+        prepare_corpus(override(recipe, {"data.tokenizer": str(tokenizer)}), tmp_path / "cache")
 
 
 def test_a_new_key_gives_no_other_name(recipe, tmp_path):

@@ -344,7 +344,7 @@ def test_what_is_no_finished_run(run, capsys):
         evaluate_run(read_run(folder), corpus)
     (folder / "config.yaml").unlink()
     assert not is_run(folder)
-    with pytest.raises(UsageError, match=r"config\.yaml is damaged"):
+    with pytest.raises(UsageError, match=r"config\.yaml cannot be read \(No such file"):
         read_run(folder)
     assert not (folder / "evaluation.json").exists()
 

@@ -1,6 +1,7 @@
 """Faults, each on real processes and files: what is promised in docs/reliability.md."""
 
 import dataclasses
+import errno
 import hashlib
 import io
 import itertools
@@ -161,6 +162,68 @@ def test_a_checkpoint_without_its_checksums_is_damaged(content, unfinished):
     with pytest.raises(UsageError, match="damaged"):
         go_on()
     assert snapshot(run) == before
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        MemoryError("no more"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "coupled_adam.lab.training.checkpoints.CheckpointIO.load_checkpoint",
+        "coupled_adam.lab.training.checkpoints.checksum",
+        "coupled_adam.inputs.read_text",
+    ],
+)
+def test_trouble_of_the_moment_is_not_damage(trouble, place, unfinished, monkeypatch):
+    """What cannot be read now is kept, and nobody is told to remove it."""
+    run, go_on = unfinished
+    before = snapshot(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, Mock(side_effect=trouble))
+        said = re.escape(getattr(trouble, "strerror", None) or str(trouble))
+        with pytest.raises((UsageError, type(trouble)), match=said) as raised:
+            go_on()
+    assert not re.search("damaged|remove|move it", str(raised.value))
+    del before[run / "environment.json"]  # which records that it was continued
+    assert snapshot(run).items() >= before.items()
+    go_on()
+
+
+def test_copies_beside_a_checkpoint_are_left(unfinished, trained):
+    """Their names are not a step's, whatever they begin with."""
+    run, go_on = unfinished
+    copies = [run / "checkpoints" / f"step-50{end}" for end in (".old", "~", " (copy)", ".npy")]
+    for copy in copies:
+        shutil.copy(run / "checkpoints" / "step-25", copy)
+    (run / "second_moments" / "step-50.old.npy").write_bytes(b"")
+    expected = load_file(trained[0] / "model" / "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in go_on().items())
+    assert all(copy.exists() for copy in copies)
+    assert [*read_run(run).second_moments()] == [25 * 64, 50 * 64]
+
+
+def test_a_run_of_an_older_version_goes_on(unfinished):
+    """Its file lacks keys that are new; what they are by default is what it did."""
+    run, go_on = unfinished
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for section, key in (("training", "decay_positions"), ("data", "hub_otherwise")):
+        del config["recipe"][section][key]
+    del config["recipe"]["variant"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    go_on()
+    shutil.rmtree(run / "model")
+    config["recipe"]["training"]["decay_positions"] = True
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(UsageError, match="holds another run"):
+        go_on()
 
 
 LOGS = {

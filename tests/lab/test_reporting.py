@@ -1,6 +1,7 @@
 """Reports: the numbers of finished runs, no others, in every format."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import itertools
@@ -9,6 +10,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,12 +21,14 @@ from scipy import stats
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.arms import ARMS, Arm
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import override
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import _best_arms, draw_all, overview
 from coupled_adam.lab.reporting.frame import frame_of, read_runs
+from coupled_adam.lab.reporting.plots import arm_colors
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.results import arm_results, footnotes
 from coupled_adam.lab.reporting.statistics import fit_proportional
@@ -550,6 +554,40 @@ def test_a_damaged_run_is_named(comparison):
             report([comparison], comparison / "report")
         path.write_text(whole)
     assert len(read_runs([comparison])[0]) == 6
+
+
+def test_a_number_of_a_newer_version_is_one(comparison):
+    """NaN is no JSON, and would not be written again."""
+    path = comparison / "small-adamw-seed-1" / "evaluation.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "newer": float("nan")}))
+    with pytest.raises(UsageError, match=rf"{path} is damaged .*NaN"):
+        report([comparison], comparison / "report")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewArm(Arm):
+    """An arm as CONTRIBUTING.md says that one is added: its class, and its name in ARMS."""
+
+    name = "New"
+    optimizer: Literal["new"] = "new"
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize(
+    "arms", ["lean", "adamw", "coupled_adam lean", "new", "adamw new lean"], ids=str
+)
+def test_any_arms_have_a_report(arms, seeds, recipe, tmp_path, monkeypatch):
+    """Also without AdamW; each has a color of its own, and its name in the legend."""
+    monkeypatch.setitem(ARMS, "new", NewArm)
+    named = {f"_{arm}": {"optimizer": arm} for arm in arms.split()}
+    recipe = override(recipe, {"arms": named})
+    for arm, seed in itertools.product(named, range(1, seeds + 1)):
+        make_run(tmp_path / "runs", recipe, arm, seed, 3.0)
+    assert report([tmp_path / "runs"], tmp_path / "report").page.exists()
+    frame = read_runs([tmp_path / "runs"])[0]
+    assert len({*arm_colors(frame).values()}) == len(named)
+    (drawn,) = overview(frame).figure.legends
+    assert {*frame.label} <= {text.get_text() for text in drawn.get_texts()}
 
 
 def test_the_fit_of_fig_4_is_in_the_tables(comparison):

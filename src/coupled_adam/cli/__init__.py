@@ -14,13 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coupled_adam import __version__
-from coupled_adam.cli.terminal import (
-    Reader,
-    discard_output,
-    open_streams,
-    process_number,
-    quiet_libraries,
-)
+from coupled_adam.cli.terminal import Stream, open_streams, process_number, quiet_libraries
 from coupled_adam.errors import (
     LostProcessError,
     PreemptedError,
@@ -28,11 +22,12 @@ from coupled_adam.errors import (
     UsageError,
     did_you_mean,
     install,
+    lacks_resources,
     one_line,
 )
 
 _READER_GONE = 141
-"""The exit code where standard output was a pipe that was closed: 128 + SIGPIPE."""
+"""The exit code where what read an output has gone: 128 + SIGPIPE."""
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -74,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _sigterm_raises():
             command.run(options)
         sys.stdout.flush()
-        return _READER_GONE if Reader.has_gone else 0
+        return _READER_GONE if Stream.reader_has_gone else 0
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -89,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{resume}")
         return 130
-    except BrokenPipeError:
-        discard_output()
-        return _READER_GONE
     except BaseException as error:  # some of Rust's are no Exception
         code, message = _explained(error, name, resume)
         if not code:  # a bug
@@ -103,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             sys.stdout.flush()
         except OSError:  # it is standard output whose disk is full
-            discard_output()
+            sys.stdout.discard()  # type: ignore[union-attr]  # it is a Stream
         _say(f"error: {message}")
         return code
 
@@ -122,11 +114,8 @@ def _explained(error: BaseException, command: str, resume: str) -> tuple[int, st
             path = error.filename2 or error.filename  # where something was to be renamed to
             where = "" if path is None else f": {path}"
             return 1, one_line(f"{os.strerror(error.errno)}{where}{resume}")
-        case MemoryError() | RuntimeError():
-            # torch's error for a CPU is a RuntimeError, which only its message tells from others.
-            said = f"{type(error).__name__} {error}"
-            if any(word in said for word in ("MemoryError", "OutOfMemory", "DefaultCPUAllocator")):
-                return 1, f"out of memory: {one_line(error)}{resume}"
+        case _ if lacks_resources(error):
+            return 1, f"out of memory or threads: {one_line(error)}{resume}"
         case BaseException() if type(error).__name__ == "PanicException":
             # Of the package tokenizers, for a regular expression that is never done, for example.
             return 2, f"a tokenizer cannot process the text: {one_line(error)}"

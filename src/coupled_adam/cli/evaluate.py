@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.options import MeasuringOptions
-from coupled_adam.cli.terminal import put, show
+from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, require
 from coupled_adam.outputs import check_outputs, write_file
@@ -82,7 +82,7 @@ def run(options: Options) -> None:
     else:
         result = evaluate_model(model, revision=options.revision, text=options.text, **asked)
     if options.json:
-        put(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result, indent=2))
     else:
         show(evaluation_table(result, folder.name or model))
     if options.out is not None:  # after they are shown, as the disk may be full

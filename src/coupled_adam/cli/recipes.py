@@ -62,8 +62,8 @@ def explained(recipe: Recipe) -> str:
             lines += [f"# {meaning}", f"{key}:"]
             for name, text in meanings(type(section)).items():
                 lines += _commented({name: values[key][name]}, text, "  ")
-        else:  # get(), as to_dict() leaves out a variant of None
-            lines += _commented({key: values.get(key)}, meaning)
+        else:
+            lines += _commented({key: values[key]}, meaning)
     # The options of all arms that there are; one that several optimizers take stands here once.
     options: dict[str, tuple[str, list[str]]] = {}
     for optimizer, arm in ARMS.items():

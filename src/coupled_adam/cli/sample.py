@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coupled_adam.cli.options import ModelOptions
-from coupled_adam.cli.terminal import put, show
+from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, NotNegative, WholeNumber
 
@@ -67,7 +67,7 @@ def run(options: Options) -> None:
         samples = [
             {"model": name, "prompt": options.prompt, "text": text} for name, text in texts.items()
         ]
-        put(json.dumps(samples, indent=2) + "\n")
+        print(json.dumps(samples, indent=2))
         return
     for name, text in texts.items():
         show(f"{name}:\n{options.prompt}{text}\n")

@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 from coupled_adam.errors import one_line, printable
 
@@ -32,28 +32,41 @@ def open_streams() -> None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may have no Unicode
+    for name in ("stdout", "stderr"):
+        if not isinstance(stream := getattr(sys, name), Stream):
+            setattr(sys, name, Stream(stream))
 
 
-def discard_output() -> None:
-    """Send to nothing what is still to be printed, after standard output could not take it."""
-    # Below Python's object, whose buffer Python writes once more when it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+class Stream:
+    """Standard output or error; the command goes on when what reads it (``head``) has gone."""
 
+    reader_has_gone = False  # of either
 
-class Reader:
-    """What reads standard output, such as ``head``."""
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-    has_gone = False
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
+    def write(self, text: str) -> None:
+        """Write a text."""
+        self._unless_gone(self._stream.write, text)
 
-def put(text: str) -> None:
-    """Write to standard output; the command goes on if what reads it has seen enough."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        Reader.has_gone = True
-        discard_output()
+    def flush(self) -> None:
+        """Hand on what has been written."""
+        self._unless_gone(self._stream.flush)
+
+    def discard(self) -> None:
+        """Send to nothing what is still to be written, after the stream could not take it."""
+        # Below Python's object, whose buffer Python writes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def _unless_gone(self, function: Callable[..., object], *arguments: str) -> None:
+        try:
+            function(*arguments)
+        except BrokenPipeError:
+            Stream.reader_has_gone = True
+            self.discard()
 
 
 def show(content: RenderableType) -> None:
@@ -63,20 +76,24 @@ def show(content: RenderableType) -> None:
     obeys none of its characters.
     """
     from rich.console import Console
+    from rich.segment import Segments
     from rich.text import Text
 
     if process_number():
         return
     terminal = Console()
     if isinstance(content, str):
-        content = Text("\n".join(map(printable, content.split("\n"))))
+        content = Text(content)
     # rich would cut what has a minimum width, such as the numbers of a table, to fit the terminal.
     needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)
-    # Through put(), for a reader that has gone.
-    with terminal.capture() as printed:
-        terminal.print(content)
-    put(printed.get())
+    # Here, whatever is shown, as names of files and folders may be other people's.
+    segments = (
+        segment._replace(text="\n".join(map(printable, segment.text.split("\n"))))
+        for segment in terminal.render(content)
+    )
+    terminal.print(Segments(segments), end="")
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -113,8 +113,6 @@ class Recipe:
         data = dataclasses.asdict(self)
         # A list, as YAML reads it: the dicts of recipes are compared with those in files.
         data["training"]["betas"] = list(self.training.betas)
-        if self.variant is None:  # as in the files of runs from before there was this key
-            del data["variant"]
         return data
 
 

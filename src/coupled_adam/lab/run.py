@@ -281,7 +281,7 @@ def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
     """The content of a file of JSON as it is written, once it is of this kind; {} if it is none."""
 
     def parse(text: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = json.loads(text, parse_constant=int)  # refuses NaN
         kind.validate_python(content, strict=True)
         return content
 

@@ -4,7 +4,8 @@ import base64
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#6a3d9a")
+COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#6a3d9a", "#56b4e9")
 """Colors that the color-blind can tell apart, on dark pages, too (templates/base.html)."""
 ADAMW_COLOR, COUPLED_ADAM_COLOR, *_ = COLORS
 
@@ -93,8 +94,11 @@ def legend(figure: Figure) -> None:
     """Add one legend for all axes, below them, where it covers nothing; none without labels."""
     entries: dict[str, Any] = {}  # the first with each label
     for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels()):
-            entries.setdefault(label, handle)
+        handles: Iterable[Any] = (*ax.collections, *ax.patches, *ax.lines, *ax.containers)
+        for handle in handles:
+            # Those that matplotlib makes up; it takes all that begin with _ for such.
+            if not re.match("_(child|container|nolegend)|None$", label := str(handle.get_label())):
+                entries.setdefault(label, handle)
     if entries:
         # Points as small as in scatter() could not be told apart by their color.
         has_small_points = any(isinstance(x, PathCollection) for x in entries.values())
@@ -108,5 +112,7 @@ def legend(figure: Figure) -> None:
             ncols=columns,
             markerscale=3 if has_small_points else 1,
         )
+        for text in drawn_legend.get_texts():
+            text.set_parse_math(False)  # a name may have $ in it
         for entry in filter(None, drawn_legend.legend_handles):
             entry.set_alpha(1)  # a single point of many that are nearly transparent

@@ -131,8 +131,14 @@ def _key(
     # By the files it is saved as, since a tokenizer's name says nothing of its content.
     digest = None
     if tokenizer is not None:
-        with tempfile.TemporaryDirectory() as temporary:
-            digest = save_tokenizer(tokenizer, Path(temporary))
+        try:
+            with tempfile.TemporaryDirectory() as temporary:
+                digest = save_tokenizer(tokenizer, Path(temporary))
+        except OSError as error:
+            raise UsageError(
+                f"the temporary folder cannot be written ({error.strerror or error}): make room, "
+                "or choose another one with TMPDIR"
+            ) from None
     # Without defaults, so that a key that is new does not give other names to corpora.
     settings = {k: v for k, v in vars(data).items() if v != getattr(type(data), k)}
     made_from = {

@@ -149,7 +149,8 @@ def _across(frame: pd.DataFrame) -> dict[str, Draw]:
                 "validation loss.",
             )
     baselines = frame[frame.is_baseline]
-    with_moments = baselines[[len(run.second_moments()) > 1 for run in baselines.run]]
+    # loc, as without a baseline the list is empty, which would choose among the columns.
+    with_moments = baselines.loc[[len(run.second_moments()) > 1 for run in baselines.run]]
     # As the paper's, which compares models of several sizes.
     if with_moments.parameters.nunique() > 1:
         pictures["second_moment_fit"] = (

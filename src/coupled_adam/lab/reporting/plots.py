@@ -11,6 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.measures import Measure
+from coupled_adam.lab.arms import ARMS
 from coupled_adam.lab.reporting.frame import COLUMNS, TEST_LOSS, groups
 from coupled_adam.lab.reporting.statistics import second_moment_fit
 from coupled_adam.lab.run import Run
@@ -23,9 +24,10 @@ from coupled_adam.rendering.pictures import (
 )
 from coupled_adam.rendering.tables import short
 
-OPTIMIZERS = ("adamw", "coupled_adam", "lean", "sgd", "muon", "table_rule")
-OPTIMIZER_COLORS = dict(zip(OPTIMIZERS, COLORS, strict=True))
-"""The color of each optimizer in all reports."""
+
+def optimizer_color(optimizer: str) -> str:
+    """The color of an optimizer in all reports, by its place among all that there are."""
+    return COLORS[[*ARMS].index(optimizer) % len(COLORS)]
 
 
 def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
@@ -33,7 +35,7 @@ def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
     colors: dict[str, str] = {}
     for optimizer, arms in frame.groupby("optimizer", sort=False).arm:
         names = arms.unique()
-        color = np.array(matplotlib.colors.to_rgb(OPTIMIZER_COLORS[str(optimizer)]))
+        color = np.array(matplotlib.colors.to_rgb(optimizer_color(str(optimizer))))
         for name, darkness in zip(names, np.linspace(0, 0.6, len(names))):
             colors[name] = matplotlib.colors.to_hex((1 - darkness) * color)
     return colors
@@ -129,10 +131,10 @@ def plot_sweep(ax: Axes, swept: pd.DataFrame, experiment: pd.DataFrame, xlabel: 
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
     # A value without a loss that can be compared has no point.
     losses = _values_by(swept, "x", TEST_LOSS)
-    color = OPTIMIZER_COLORS[swept.optimizer.iloc[0]]
+    color = optimizer_color(swept.optimizer.iloc[0])
     plot_means(ax, losses, marker="o", color=color, label="swept")
     for arm, style in (("adamw", "--"), ("coupled_adam", ":")):
-        runs, color = experiment[experiment.arm == arm], OPTIMIZER_COLORS[arm]
+        runs, color = experiment[experiment.arm == arm], optimizer_color(arm)
         if runs.test_loss.notna().any() and arm not in {*swept.arm}:
             mean, label = runs.test_loss.mean(), runs.label.iloc[0]
             ax.axhline(mean, color=color, linestyle=style, label=label)
@@ -168,7 +170,7 @@ def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None
             if points:
                 row = line.iloc[0]
                 label = f"{row.setup.name}, N = {short(row.parameters)}"
-                color = OPTIMIZER_COLORS[row.optimizer]
+                color = optimizer_color(row.optimizer)
                 plot_means(ax, points, marker=marker, color=color, label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")

@@ -156,14 +156,6 @@ class CheckpointIO(TorchCheckpointIO):
         with open(path, "wb") as file:
             torch.save(checkpoint, file)
 
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Read a checkpoint; UsageError if it is damaged."""
-        try:
-            content: dict[str, Any] = super().load_checkpoint(path, *arguments, **options)
-        except Exception as error:  # of torch and of its unpickler
-            raise UsageError(f"{path} is damaged ({one_line(error)}): {ADVICE}") from None
-        return content
-
 
 def _cause(error: BaseException, path: Path) -> BaseException:
     """The full disk, or Ctrl-C, because of which a checkpoint could not be written."""

@@ -14,10 +14,8 @@ from transformers import PreTrainedModel
 from coupled_adam import files
 from coupled_adam.errors import TrainingError, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import read_own
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.recipe import read_yaml
-from coupled_adam.lab.run import Run, read_evaluation, read_log
+from coupled_adam.lab.run import Run, read_evaluation, read_log, read_run
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.outputs import claimed
@@ -61,7 +59,7 @@ def check_folder(run: Run) -> None:
     folder = run.folder
     if (folder / CONFIG).exists():
         require(
-            read_own(folder / CONFIG, lambda text: read_yaml(text, "it")) == run.config,
+            read_run(folder).config == run.config,
             f"{folder} holds another run, see its config.yaml: choose another --out",
         )
         # A file that is missing or damaged is named before the training, not behind it.

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
+from coupled_adam.errors import printable
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import rank
@@ -37,7 +38,7 @@ class RunLog(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the measures of the initial embeddings."""
         self._bar = tqdm(
-            desc=self.run.folder.name,
+            desc=printable(self.run.folder.name),
             initial=trainer.global_step,
             total=trainer.max_steps,
             disable=rank() > 0,
@@ -48,7 +49,7 @@ class RunLog(pl.Callback):
         for group in trainer.optimizers[0].param_groups:
             if "lr_factor_from" in group and rank() == 0:
                 tqdm.write(
-                    f"{self.run.folder.name}: the embeddings' learning rate is "
+                    f"{printable(self.run.folder.name)}: the embeddings' learning rate is "
                     f"{group['initial_lr_factor']:.3g} times that of the other parameters "
                     f"({group['lr_factor_from']})",
                     file=sys.stderr,

@@ -13,7 +13,13 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
+from coupled_adam.errors import (
+    PreemptedError,
+    TrainingError,
+    UsageError,
+    lacks_resources,
+    one_line,
+)
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.models import build_model, require_causal
@@ -136,11 +142,9 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
         except Exception as error:  # of Lightning, of torch, or of an optimizer
-            is_ours = isinstance(
-                error, UsageError | TrainingError | OSError | torch.OutOfMemoryError
-            )
-            # Before the first step, what is wrong is what has been loaded.
-            if last is None or checkpoints.has_begun or is_ours:
+            # Before the first step, what is wrong is what has been loaded, if nothing is missing.
+            is_other = isinstance(error, UsageError | TrainingError | OSError)
+            if last is None or checkpoints.has_begun or is_other or lacks_resources(error):
                 raise
             raise UsageError(
                 f"{last} does not fit this run ({one_line(error, 200)}): {ADVICE}"

@@ -22,7 +22,7 @@ from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
 from coupled_adam.embeddings.measures import LOGGED
-from coupled_adam.embeddings.monitor import Monitor, model_embeddings
+from coupled_adam.embeddings.monitor import FIRST, Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
 from processes import run_cases, run_on_ranks
 
@@ -61,7 +61,7 @@ def test_lightning(tmp_path):
         log_every_n_steps=1,
         accelerator="cpu",
         logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1),
-        callbacks=[EmbeddingMeasures(3, counts)],
+        callbacks=[EmbeddingMeasures(3, counts, all_measures=True)],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -117,6 +117,8 @@ def test_trainer(tmp_path):
     assert losses == [3, 6]  # the trainer's own log is not lost where both fall on one step
     report = analyze(trainer.model.lm_head.weight)
     assert lines[-1]["embeddings/mean_norm"] == report.mean_norm
+    named = {name.removeprefix("embeddings/") for name in lines[-1] if name.startswith("embed")}
+    assert named == {*FIRST, "largest_logit"} - {"norm_frequency_correlation"}  # without counts
     assert not any("input_embeddings" in name or "frequency" in name for name in lines[-1])
 
 

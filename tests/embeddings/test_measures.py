@@ -465,6 +465,33 @@ def test_diagnosis(matrix, said, not_said):
     assert not any(part in diagnosis for part in not_said)
 
 
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        ({}, "Nothing differs from the references."),
+        (
+            {"dead": ["'a'"], "repair": "REPAIR"},
+            "1 row is zero or not finite, and left out of all measures ('a'): REPAIR gives them "
+            "values like those of the others; nothing else differs from the references.",
+        ),
+        (
+            {"dead": ["#1", "#2"], "tiny": ["'a'"], "left_out": ["head [9, 4] is quantised"]},
+            "2 rows are zero or not finite, and left out of all measures (#1, #2); 1 row is "
+            "shorter than a hundredth of the median norm ('a'); not measured: head [9, 4] is "
+            "quantised; nothing else differs from the references.",
+        ),
+    ],
+)
+def test_the_verdict_comes_first(options, verdict):
+    """One sentence: what there is to see, and that there is nothing else."""
+    usual = normal(4000, 16, 0.05, 0.01) * np.linspace(0.2, 1, 16)
+    assert measures.analyze(usual).sentences(**options)[0] == verdict
+    far = measures.analyze(normal(4000, 16, 0.05, 3)).sentences(**options)[0]
+    assert "elative mean norm" in far
+    assert "above all" in far
+    assert far.endswith("nothing else differs from the references.")
+
+
 def test_no_verdict_and_no_product():
     """No matrix is called healthy or not, and nothing is recommended to train with."""
     for matrix in (normal(4000, 16), normal(4000, 16, 1, 1), np.eye(2, 40) + 1):

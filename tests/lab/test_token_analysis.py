@@ -121,6 +121,37 @@ def test_duplicates(tmp_path, capsys):
     assert "ids and tokens" not in shown
 
 
+@pytest.mark.parametrize("norm", [1e-14, 1e-4])
+def test_rows_that_are_nearly_zero(norm, gpt2, tmp_path, capsys):
+    """As in Falcon 3: what a repair would replace is said, with the command that does it."""
+    tensors = load_file(gpt2 / "model.safetensors")
+    tensors["transformer.wte.weight"][[7, 9]] *= norm
+    save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
+    answer = json.loads(run(capsys, gpt2, "--json"))
+    assert (answer["tiny_rows"], answer["dead_rows"], answer["excluded_rows"]) == ([7, 9], [], 0)
+    shown = " ".join(run(capsys, gpt2).split())
+    assert "2 rows are shorter than a hundredth of the median norm (" in shown
+    assert f"coupled-adam repair {gpt2} --out NEW gives them values" in shown
+    assert main(["repair", str(gpt2), "--out", str(tmp_path / "new"), "--json"]) == 0
+    (repaired,) = json.loads(capsys.readouterr().out)["matrices"]
+    assert [*repaired["rows"]] == ["7", "9"]
+    assert not json.loads(run(capsys, tmp_path / "new", "--json"))["tiny_rows"]
+
+
+def test_the_terminal_has_a_verdict_and_no_prose(gpt2, capsys):
+    """What is asked for follows it; --explain has all sentences."""
+    asked = [gpt2, "--undertrained"]
+    answer = json.loads(run(capsys, *asked, "--json"))
+    verdict, *prose = answer["diagnosis"]
+    shown, explained = (
+        " ".join(run(capsys, *asked, *more).split()) for more in ([], ["--explain"])
+    )
+    assert f"gpt2, tied: {verdict}" in shown
+    assert "tokens look untrained." in shown or answer["undertrained"]["limit"] is None
+    assert not any(sentence in shown for sentence in prose if "untrained" not in sentence)
+    assert all(sentence in explained for sentence in answer["diagnosis"])
+
+
 def test_rows_that_are_dead(gpt2, capsys):
     tensors = load_file(gpt2 / "model.safetensors")
     tensors["transformer.wte.weight"][[7, 9]] = torch.tensor([[0.0], [torch.inf]]).expand(2, 16)

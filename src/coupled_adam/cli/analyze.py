@@ -38,6 +38,7 @@ class Options(AnalysisInputs, MeasuringOptions):
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
         .safetensors or .npy file.
     all: show all measures, also with the mean removed, and without the top directions.
+    explain: say what the measures mean, and for which use.
     undertrained: name the tokens that were hardly trained.
     verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
     neighbours: the nearest neighbours of these tokens (texts, or ids as '#42').
@@ -51,6 +52,7 @@ class Options(AnalysisInputs, MeasuringOptions):
 
     models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
     all: bool = False
+    explain: bool = False
     undertrained: bool = False
     verify: bool = False
     neighbours: list[str] | None = None
@@ -109,10 +111,12 @@ def run(options: Options) -> None:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
             # What the models answered is part of what is said of their matrices.
-            diagnoses = [entry.diagnosis for entry in undertrained or analyses]
-            for entry, sentences in zip(analyses, diagnoses):
+            told: Sequence[Analysis | UndertrainedReport] = undertrained or analyses
+            for entry, said in zip(analyses, told):
+                sentences = said.diagnosis if options.explain else said.verdict
                 show(f"{entry.label}: {' '.join(sentences)}")
-            show(NO_VERDICT)
+            if options.explain:
+                show(NO_VERDICT)
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())

@@ -18,7 +18,7 @@ from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Array, Mask, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
-from coupled_adam.embeddings.repair import repair_commands
+from coupled_adam.embeddings.repair import least_norm, repair_commands
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.errors import UsageError, prefixed_usage_error, printable
@@ -46,6 +46,7 @@ class Analysis:
     keep: Mask | None  # the rows that were measured, [V]; None if all were
     norms: Array  # [V], of all rows; NaN for those that are not finite
     dead: list[int]  # the rows that are zero or not finite, which are never measured
+    tiny: list[int]  # other rows that a repair would replace
     repair: str  # the command that gives dead rows new values; empty where it would be refused
     recenter: str  # the command that removes the mean; empty where it would be refused
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
@@ -66,14 +67,20 @@ class Analysis:
 
     @functools.cached_property
     def diagnosis(self) -> list[str]:
-        """Where the measures lie, what that means, and what to do next, in sentences."""
+        """The verdict, then where the measures lie and what that means, in sentences."""
         return self.report.sentences(
             role=self.embeddings.role,
             dead=[self.vocabulary.name(row) for row in self.dead],
+            tiny=[self.vocabulary.name(row) for row in self.tiny],
             left_out=self.embeddings.left_out,
             repair=self.repair,
             recenter=self.recenter,
         )
+
+    @property
+    def verdict(self) -> list[str]:
+        """The first of these sentences."""
+        return self.diagnosis[:1]
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -99,6 +106,7 @@ class Analysis:
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
             "dead_rows": self.dead,
+            "tiny_rows": self.tiny,
             **self.report.to_dict(),
         }
 
@@ -164,10 +172,11 @@ def analyze_model(
                     entry.matrix.to(device), counts, sets=sets, token_ids=token_ids, keep=keep
                 )
         dead: list[int] = np.flatnonzero(~(norms > 0)).tolist()
+        tiny: list[int] = np.flatnonzero((norms > 0) & (norms <= least_norm(norms))).tolist()
         # A model's embeddings are repaired, and not any tensor.
         repair = recenter = ""
         if inputs.tensor is None:
-            repair, recenter = repair_commands(model, revision, entry, dead)
+            repair, recenter = repair_commands(model, revision, entry, [*dead, *tiny])
         analyses.append(
             Analysis(
                 model=model,
@@ -179,6 +188,7 @@ def analyze_model(
                 keep=keep,
                 norms=norms,
                 dead=dead,
+                tiny=tiny,
                 repair=repair,
                 recenter=recenter,
                 tokenizer=tokenizer,

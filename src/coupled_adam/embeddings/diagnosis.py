@@ -1,12 +1,12 @@
 """What the measures of a matrix say, for which use, and what does not follow: in sentences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coupled_adam.embeddings.measures import MEASURES, Measures
 from coupled_adam.embeddings.references import place
 
-_NAMED = 5  # dead rows
+_NAMED = 5  # rows
 # Those that do not depend on a matrix's norms and size, and so can be compared.
 _PLACED = ("isotropy_unit", "mean_norm_ratio", "iso_score", "norm_frequency_correlation")
 NO_VERDICT = (
@@ -24,11 +24,12 @@ def diagnose(
     *,
     role: str = "embeddings",
     dead: Sequence[str] = (),
+    tiny: Sequence[str] = (),
     left_out: Sequence[str] = (),
     repair: str = "",
     recenter: str = "",
 ) -> list[str]:
-    """Where the measures lie among the references, what that means, and what does not follow.
+    """A verdict, what differs from the references; then what the measures mean, and for which use.
 
     Args:
         measures: those of the matrix as it is.
@@ -37,6 +38,7 @@ def diagnose(
         counted: how many of them occur, if counts are known.
         role: as in :class:`EmbeddingMatrix`.
         dead: the names of the rows that are zero or not finite.
+        tiny: those of other rows that a repair would replace.
         left_out: what else may be embeddings, as in :class:`EmbeddingMatrix`.
         repair: the command that gives dead rows new values; empty where it would be refused.
         recenter: the command that removes the mean; empty where it would be refused.
@@ -50,9 +52,8 @@ def diagnose(
     along = _significant(measures.mean_frequency_correlation, counted)
     # Whether each sentence applies, in the order in which they are read.
     rules = [
-        (bool(dead), _dead(dead, repair)),
-        (bool(left_out), f"Not measured: {'; '.join(left_out)}."),
-        (True, _placed(measures)),
+        (True, _verdict(measures, dead, tiny, left_out, repair)),
+        (True, _sentence(_placed(measures).values())),
         (
             True,
             "Isotropy falls exponentially with the norms: it is "
@@ -118,16 +119,44 @@ def _text(key: str, measures: Measures) -> str:
     return MEASURES[key].text(MEASURES[key].value(measures))
 
 
-def _placed(measures: Measures) -> str:
-    """Where the measures that can be compared lie."""
-    values = [(MEASURES[key], MEASURES[key].value(measures)) for key in _PLACED]
-    phrases = [
-        f"{measure.label} {measure.text(value)} is {place(measure.key, value)}"
-        for measure, value in values
-        if value is not None
-    ]
+def _sentence(phrases: Iterable[str]) -> str:
     sentence = "; ".join(phrases)
     return sentence[:1].upper() + sentence[1:] + "."
+
+
+def _verdict(
+    measures: Measures,
+    dead: Sequence[str],
+    tiny: Sequence[str],
+    left_out: Sequence[str],
+    repair: str,
+) -> str:
+    """What differs from the references, in one sentence; the repair is named once."""
+    phrases = [
+        _rows(names, what)
+        for names, what in (
+            (dead, "zero or not finite, and left out of all measures"),
+            (tiny, "shorter than a hundredth of the median norm"),
+        )
+        if names
+    ]
+    if phrases and repair:
+        phrases[-1] += f": {repair} gives them values like those of the others"
+    if left_out:
+        phrases.append(f"not measured: {'; '.join(left_out)}")
+    # Below or above all of them
+    phrases += [phrase for phrase in _placed(measures).values() if " all " in phrase]
+    return _sentence([*phrases, f"nothing {'else ' if phrases else ''}differs from the references"])
+
+
+def _placed(measures: Measures) -> dict[str, str]:
+    """Where the measures that can be compared lie, by key."""
+    values = {key: MEASURES[key].value(measures) for key in _PLACED}
+    return {
+        key: f"{MEASURES[key].label} {MEASURES[key].text(value)} is {place(key, value)}"
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def _significant(correlation: float | None, pairs: int) -> float:
@@ -139,9 +168,7 @@ def _significant(correlation: float | None, pairs: int) -> float:
     return correlation if z > 3.29 else 0.0  # two-sided
 
 
-def _dead(dead: Sequence[str], repair: str) -> str:
-    """What is said of rows that are zero or not finite."""
-    named = ", ".join(dead[:_NAMED]) + (", ..." if len(dead) > _NAMED else "")
-    rows = "1 row is" if len(dead) == 1 else f"{len(dead)} rows are"
-    remedy = f": {repair} gives them values like those of the others" if repair else ""
-    return f"{rows} zero or not finite, and left out of all measures ({named}){remedy}."
+def _rows(names: Sequence[str], what: str) -> str:
+    """What is said of the rows of these names."""
+    named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"{len(names)} {'row is' if len(names) == 1 else 'rows are'} {what} ({named})"

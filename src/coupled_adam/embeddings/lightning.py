@@ -10,7 +10,10 @@ from coupled_adam.embeddings.monitor import Find, Monitor
 
 
 class EmbeddingMeasures(pl.Callback):
-    """Log ``embeddings/isotropy``, ``embeddings/mean_norm``, ... to all of a trainer's loggers.
+    """Log measures of the embeddings to all of a trainer's loggers, by default six.
+
+    These are ``embeddings/isotropy``, ``mean_norm``, ``mean_norm_ratio``, ``effective_rank``,
+    ``norm_frequency_correlation`` (with counts) and ``largest_logit``.
 
     A warning is given when ``mean_norm_ratio`` exceeds 0.9 or ``largest_logit`` 100, and again only
     after the value has been below.
@@ -23,6 +26,7 @@ class EmbeddingMeasures(pl.Callback):
             ``"output"`` and optionally ``"input"``; by default, to those that
             :func:`coupled_adam.embedding_parameters` finds. Sharded matrices (FSDP2, tensor
             parallelism) are gathered.
+        all_measures: log all measures that the laboratory logs.
 
     Raises:
         ValueError: if ``every`` is below 1, or no token embeddings are found and ``embeddings`` is
@@ -34,8 +38,9 @@ class EmbeddingMeasures(pl.Callback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
+        all_measures: bool = False,
     ) -> None:
-        self.monitor = Monitor(every, counts, embeddings)
+        self.monitor = Monitor(every, counts, embeddings, all_measures)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

@@ -16,6 +16,9 @@ from coupled_adam.embeddings.report import analyze
 
 Find = Callable[[Any], Mapping[str, Tensor]]
 
+FIRST = ("isotropy", "mean_norm", "mean_norm_ratio", "norm_frequency_correlation", "effective_rank")
+"""What is logged by default, beside the largest logit."""
+
 LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
 """Values that training which goes well does not reach; beyond them, a callback warns."""
 
@@ -32,12 +35,14 @@ class Monitor:
         every: int,
         counts: Tensor | NDArray[Any] | None = None,
         find: Find | None = None,
+        all_measures: bool = False,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         self.every = every
         self.counts = counts
         self.find = find or model_embeddings
+        self.all_measures = all_measures
         self._last = -1  # the step that was measured last; a trainer may ask twice
         self._exceeded: set[str] = set()
         self._largest_logit: Tensor | None = None
@@ -79,10 +84,10 @@ class Monitor:
         """Measure a model, as ``find`` takes it; every process must call this, one with ``here``.
 
         Returns:
-            There, those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
-            embeddings, and ``input_embeddings/`` for the input embeddings if these are another
-            matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
-            the step. Elsewhere nothing.
+            There, those in :data:`FIRST`, or all in :data:`LOGGED`, by name, with the prefix
+            ``embeddings/`` for the output embeddings, and ``input_embeddings/`` for the input
+            embeddings if these are another matrix; and ``embeddings/largest_logit``, the largest
+            absolute logit of this process in the step. Elsewhere nothing.
         """
         # The step is over, and later passes are not of it.
         if self._hook is not None:
@@ -96,7 +101,8 @@ class Monitor:
         for role, matrix in matrices.items():
             prefix = "input_embeddings" if role == "input" else "embeddings"
             measured = logged(analyze(matrix, self.counts))
-            numbers |= {f"{prefix}/{name}": value for name, value in measured.items()}
+            chosen = measured if self.all_measures else measured.keys() & {*FIRST}
+            numbers |= {f"{prefix}/{name}": measured[name] for name in measured if name in chosen}
         if self._largest_logit is not None:
             numbers["embeddings/largest_logit"] = float(self._largest_logit)
             self._largest_logit = None

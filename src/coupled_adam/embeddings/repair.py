@@ -89,7 +89,7 @@ def repair_commands(
     """The commands that repair a model and recenter it; empty for one that would be refused.
 
     Args:
-        dead: the rows of the matrix that are zero or not finite.
+        dead: the rows of the matrix that would be replaced.
     """
     path, alive = Path(model), len(entry.matrix) - len(dead)
     # A run's model is not there before it has finished, and new rows need two to take after.
@@ -110,10 +110,15 @@ def repair_commands(
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
     """The rows of a matrix [V, H] that are not finite, or have less than 1 % of the median norm."""
     finite, norms = geometry.finite_rows(embeddings)
-    limit = _NEARLY_ZERO * float(np.median(norms[finite])) if finite.any() else 0.0
     # The norm of a row that is not finite is NaN, and above no limit.
-    dead = np.flatnonzero(~(norms > limit)).tolist()
+    dead = np.flatnonzero(~(norms > least_norm(norms))).tolist()
     return {row: "nearly zero" if finite[row] else "not finite" for row in dead}
+
+
+def least_norm(norms: geometry.Array) -> float:
+    """The norm below which a row is nearly zero, given those of all rows [V]."""
+    finite = norms[np.isfinite(norms)]
+    return _NEARLY_ZERO * float(np.median(finite)) if len(finite) else 0.0
 
 
 def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask) -> Tensor:

@@ -23,9 +23,10 @@ class EmbeddingMeasures(TrainerCallback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
+        all_measures: bool = False,
     ) -> None:
         self.trainer = trainer
-        self.monitor = Monitor(every, counts, embeddings)
+        self.monitor = Monitor(every, counts, embeddings, all_measures)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -206,10 +206,18 @@ class UndertrainedReport:
         return Answer(self.analysis, self.numbers, self.table(number))
 
     @property
+    def verdict(self) -> list[str]:
+        """That of the analysis, how many tokens look untrained, and what the model says of them."""
+        alike, rows = len(self.indicated.alike), len(self.analysis.vocabulary)
+        number = f"{alike:,} of {rows:,} tokens look{'s' * (alike == 1)} untrained."
+        said = [] if self.indicated.limit is None else [number]
+        said += [] if self.verification is None else [self.verification.sentence]
+        return [self.analysis.diagnosis[0], *said]
+
+    @property
     def diagnosis(self) -> list[str]:
-        """That of the analysis, and what the model's answers show if it was asked."""
-        asked = self.verification
-        return [*self.analysis.diagnosis, *([] if asked is None else [asked.sentence])]
+        """That of the analysis, and what the tokens add to its verdict."""
+        return [*self.analysis.diagnosis, *self.verdict[1:]]
 
 
 def find_undertrained(analysis: Analysis, share: float = SHARE) -> UndertrainedReport:

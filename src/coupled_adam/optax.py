@@ -455,10 +455,9 @@ def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any
     matrices: dict[Any, ModelMatrix] = {}
     for path, p in jax.tree_util.tree_leaves_with_path(params):
         if getattr(p, "ndim", 0) == 2 and jnp.issubdtype(p.dtype, jnp.floating):
-            # Flax has numbers of layers as in layers_0.
-            name = re.sub(
-                r"_(\d+)(?=\.)", r".\1", jax.tree_util.keystr(path, simple=True, separator=".")
-            )
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            # Flax's linen has numbers of layers as in layers_0, and its nnx puts a value in a leaf.
+            name = re.sub(r"_(\d+)(?=\.)", r".\1", name).removesuffix(".value")
             leaf = name.rpartition(".")[2]
             kind = "table" if leaf not in _TRANSPOSED and _TABLE.search(name) else "linear"
             m = matrices[path] = ModelMatrix(name, p, {kind})

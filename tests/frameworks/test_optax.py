@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -433,6 +434,25 @@ def test_embeddings_are_found():
             lean_adamw(1e-2, steps=bad)
     with pytest.raises(ValueError, match="Invalid lr_factor"):
         lean_adamw(1e-2, lr_factor=0.0)
+
+
+class Value(NamedTuple):
+    """A leaf in a leaf, as in the states of flax's nnx."""
+
+    value: jax.Array
+
+
+def test_embeddings_in_a_state_of_nnx():
+    zeros = jnp.zeros
+    params = {
+        "wte": {"embedding": Value(zeros((V, H)))},
+        "lm_head": {"kernel": Value(zeros((H, V)))},
+    }
+    params["layers"] = {0: {"mlp": {"kernel": Value(zeros((H, V)))}}}
+    labels = embedding_labels(params)
+    assert labels["wte"]["embedding"].value == "coupled"
+    assert labels["lm_head"]["kernel"].value == "coupled_columns"
+    assert labels["layers"][0]["mlp"]["kernel"].value == "adamw"
 
 
 def decoder_params(v, h, inner, head):

@@ -222,17 +222,6 @@ def test_nemo_automodel():
     assert_as_param_groups(model, optimizer, 0.0, "lean")
 
 
-def test_modalities():
-    """As its ``Main`` builds a component from the configuration."""
-    pytest.importorskip("modalities.config.pydantic_if_types")
-    from coupled_adam.integrations.modalities import CoupledAdamWConfig, coupled_adam_w
-
-    model = Decoder()
-    options = {**OPTIONS, "weight_decay": 0.3, "embeddings": "lean", "wrapped_model": model}
-    optimizer = coupled_adam_w(**dict(CoupledAdamWConfig(**options)))
-    assert_as_param_groups(model, optimizer, 0.3, "lean")
-
-
 @pytest.mark.skipif(importlib.util.find_spec("swift") is None, reason="not installed")
 def test_ms_swift(tmp_path, frameworks_in_processes):
     """In a process of its own, since ms-swift changes transformers' classes for everyone."""

@@ -209,35 +209,6 @@ def ignite(folder):
     trainer.run([(ids, ids)] * STEPS)
 
 
-def torchtune(folder):
-    """As its recipes make the optimizer of what the YAML file names."""
-    # One of its time, which torch 2.13 cannot load. Matrices that are not quantized do not use it.
-    parts = ["api", "fake_quantizer", "linear"]
-    stand_in("torchao", "dtypes", "dtypes.nf4tensor", "quantization", "quantization.qat")
-    stand_in("torchao.quantization.qat", *parts)
-    stand_in("torchao.quantization.prototype", "qat")
-    from omegaconf import OmegaConf
-    from torchtune import config
-    from torchtune.models.llama3 import llama3
-    from torchtune.training import get_lr
-
-    model = llama3(V, 1, 2, 2, H, max_seq_len=8)
-    written = """
-    _component_: coupled_adam.CoupledAdamW
-    lr: 1.0e-2
-    vocab_size: 16
-    embeddings: {betas: [0.0, 0.99], row_exponent: 0.75, zero_sum: true, lr_factor: 1}
-    """
-    optimizer = config.instantiate(OmegaConf.create(written), model.parameters())
-    for _ in range(STEPS):
-        model(torch.arange(8)[None]).logsumexp(2).sum().backward()
-        optimizer.step()
-        assert get_lr(optimizer) == 1e-2  # what its loop logs: there may be one rate alone
-    lean = CoupledAdamW(param_groups(model, "lean", vocab_size=16), lr=1e-2)
-    with pytest.raises(RuntimeError, match="different across all param groups"):
-        get_lr(lean)
-
-
 def sentence_transformers(folder):
     """Its trainer with the callback, whose names are those of input embeddings."""
     from datasets import Dataset
@@ -292,7 +263,6 @@ PROGRAMS = {
     "olmo_core": "olmo_core",
     "sentence_transformers": "sentence_transformers",
     "timm": "timm",
-    "torchtune": "torchtune",
 }
 """The functions above, and the package that each needs."""
 

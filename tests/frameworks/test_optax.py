@@ -448,7 +448,7 @@ def test_embeddings_in_a_state_of_nnx():
         "wte": {"embedding": Value(zeros((V, H)))},
         "lm_head": {"kernel": Value(zeros((H, V)))},
     }
-    params["layers"] = {0: {"mlp": {"kernel": Value(zeros((H, V)))}}}
+    params["layers"] = {0: {"mlp": {"kernel": Value(zeros((H, 2 * V)))}}}
     labels = embedding_labels(params)
     assert labels["wte"]["embedding"].value == "coupled"
     assert labels["lm_head"]["kernel"].value == "coupled_columns"

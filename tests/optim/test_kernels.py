@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, kernels
+from coupled_adam.optim import kernels as optim_kernels
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import blocks, native
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
@@ -181,7 +183,7 @@ assert failed == 0 and list(sums) == expected
 
 
 def test_kernels_that_are_missing_are_named(monkeypatch, tmp_path):
-    """Each is named with the reason, without a warning; and the step runs all the same."""
+    """Each is named with the reason, that in C by the first step, once, which runs all the same."""
     monkeypatch.setattr(native, "PATH", tmp_path / "libcoupled_adam.so")
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
     status = kernels()
@@ -190,9 +192,15 @@ def test_kernels_that_are_missing_are_named(monkeypatch, tmp_path):
         assert status["Triton"].startswith("not used (")
     native.PATH.write_bytes(b"for another machine")
     assert kernels()["C"] == "not available (its library cannot be used here)"
+    optim_kernels._warn_of_no_library.cache_clear()
     weight = nn.Parameter(torch.zeros(5, 3))
     weight.grad = torch.ones(5, 3)
-    CoupledAdam([{"params": [weight], "coupled": True}]).step()
+    CoupledAdam([weight], coupled=True, fused=False).step()  # as asked for
+    with pytest.warns(UserWarning, match="the kernel in C is not available .*C compiler"):
+        CoupledAdam([weight], coupled=True).step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CoupledAdam([weight], coupled=True, fused=True).step()
     assert weight.ne(0).all()
 
 

@@ -6,6 +6,7 @@ else. All are tested against :mod:`coupled_adam.optim.reference`, which is itsel
 autograd or a compiler records the step.
 """
 
+import functools
 import importlib.util
 import warnings
 
@@ -16,6 +17,7 @@ from coupled_adam.optim import flat, reference, row_sparse
 from coupled_adam.optim.kernels import blocks, native
 from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
 from coupled_adam.optim.sharded import PLAIN
+from coupled_adam.optim.warn import warn
 
 _WIDEST = 8192  # features that a program of the Triton kernel can hold
 _works: dict[tuple[torch.device, torch.dtype], bool] = {}  # whether Triton compiles
@@ -24,7 +26,7 @@ _works: dict[tuple[torch.device, torch.dtype], bool] = {}  # whether Triton comp
 def kernels() -> dict[str, str]:
     """Which of Coupled Adam's fast kernels can be used on this machine.
 
-    The optimizer chooses by itself, and says nothing where torch's operations do the work instead:
+    The optimizer chooses by itself, and warns once where torch's operations do the work instead:
     the numbers are the same up to rounding, and only the speed differs.
 
     Returns:
@@ -68,7 +70,18 @@ def choose(matrix: CoupledMatrix) -> Kernel:
         from coupled_adam.optim.kernels import triton
 
         return triton
+    if matrix.param.is_cpu and native.library() is None:
+        _warn_of_no_library()
     return blocks
+
+
+@functools.cache
+def _warn_of_no_library() -> None:
+    """Say once in a process why a step on a CPU is slow."""
+    warn(
+        f"the kernel in C is {kernels()['C']}, so torch's operations, which are slower, update the "
+        "embeddings: where there is a C compiler, install the package again"
+    )
 
 
 def of_rows(table: CoupledMatrix) -> Kernel | None:

@@ -813,13 +813,17 @@ FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 """The settings of the finals, shortest first, with the factor that the validation loss of LEAN's
 second edition has chosen, and three of them at low rates."""
 
-FORMULAS = ("limit", "relative later", "relative", "relative free")
+FORMULAS = tuple(
+    f"{formula}{zero_sum}"
+    for formula in ("limit", "relative")
+    for zero_sum in ("", " later", " free")
+)
 
 
 def _formula() -> dict[str, Entry]:
     """LEAN's second edition with another limit, and the candidate that measures rows by columns.
 
-    The candidate's updates sum to zero from step 1 / (1 - beta2) on, from the first, or never.
+    Updates sum to zero from the first step, from step 1 / (1 - beta2) on (later), or never (free).
     """
     return {
         f"{setting} {formula} {times}": Entry(

@@ -374,10 +374,12 @@ def final_rates_table() -> Table:
 
 
 FORMULA_LABELS = {
-    "limit": "with the new limit",
-    "relative later": "candidate",
-    "relative": "zero-sum from the first step",
-    "relative free": "never zero-sum",
+    "limit": "new limit",
+    "limit later": "zero-sum from step 100",
+    "limit free": "never",
+    "relative": "candidate",
+    "relative later": "zero-sum from step 100",
+    "relative free": "never",
 }
 
 

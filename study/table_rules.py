@@ -48,9 +48,18 @@ HALF_DELAYED = _lean("half", "delayed")
 WEIGHTED_EXACT, WEIGHTED_DELAYED = _lean("weighted", "exact"), _lean("weighted", "delayed")
 PLAIN_DELAYED_FREE = _lean("plain", "delayed", zero_sum=False)
 WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)
-LEAN_LIMIT, LEAN_RELATIVE = (table("lean", relative=relative) for relative in (False, True))
-LEAN_RELATIVE_LATER = table("lean", relative=True, zero_sum_from=1.0)
-LEAN_RELATIVE_FREE = table("lean", relative=True, zero_sum_from=math.inf)
+(
+    LEAN_LIMIT,
+    LEAN_LIMIT_LATER,
+    LEAN_LIMIT_FREE,
+    LEAN_RELATIVE,
+    LEAN_RELATIVE_LATER,
+    LEAN_RELATIVE_FREE,
+) = (
+    table("lean", relative=relative, zero_sum_from=start)
+    for relative in (False, True)
+    for start in (0.0, 1.0, math.inf)
+)
 EMBER_FREE, EMBER_ZERO_SUM = (table("ember", zero_sum=z) for z in (False, True))
 ADAM_ZERO_SUM = table("adam", zero_sum=True)
 ADAFACTOR_FREE, BALANCED_FREE = table("adafactor"), table("balanced")

@@ -1,4 +1,4 @@
-"""What users bring is opened in one room, which waits for nothing and builds nothing endless."""
+"""What users bring is opened in one room, which waits for nothing and builds nothing too large."""
 
 import ast
 import os
@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import coupled_adam
 import token_models
 from coupled_adam import cli, inputs
 from coupled_adam.errors import UsageError
-from coupled_adam.text.tokenizers import load_tokenizer
 
 SOURCE = Path(coupled_adam.__file__).parent
 # Files of Python, of this package and of the system, which users do not bring.
@@ -90,46 +89,10 @@ def test_arrays_are_numbers(tmp_path):
             inputs.read_array(path)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"n_layer": 200_000}, "n_layer=200000 must be at most 1000"),
-        ({"text_config": {"num_hidden_layers": 1e9}}, "num_hidden_layers=1000000000.0 must"),
-        ({"encoder_layers": 1001}, "encoder_layers=1001 must be"),
-        ({"num_labels": 10**8}, "num_labels=100000000 must be at most 1048576"),
-        ({"n_positions": 10**8}, "n_positions=100000000 must"),
-        ({"num_blocks": 10**7}, "num_blocks=10000000 must be at most 1000"),
-    ],
-)
-def test_what_a_configuration_counts_is_bounded(config, message):
-    with pytest.raises(ValueError, match=message):
-        inputs.check_counts(config)
-
-
-def test_what_a_configuration_may_say():
-    """Rates of rotation, tokens of the training, and sizes of the largest models."""
-    inputs.check_counts(
-        {
-            "rope_theta": 5e8,
-            "vocab_size": 1_000_000,
-            "max_position_embeddings": 10_485_760,
-            "num_parameters": 7_000_000_000,
-            "num_tokens_seen": 10**12,
-            "num_hidden_layers": 126,
-            "num_local_experts": 512,
-            "layer_norm_eps": 1e-5,
-            "n_layer": None,
-        }
-    )
-
-
-def test_a_model_fits_into_memory(monkeypatch):
-    """While it is built, before its parameters have memory; and it has not too many modules."""
+def test_a_model_fits_into_memory():
+    """While it is built, before its parameters have memory."""
     config = GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=60, n_positions=8)
     with inputs.bounded_model(), torch.device("meta"):
-        model = GPT2LMHeadModel(config)
-    monkeypatch.setattr(inputs, "_MOST_MODULES", len([*model.modules()]) // 2)
-    with pytest.raises(ValueError, match="has more than"), inputs.bounded_model():
         GPT2LMHeadModel(config)
     shape = r"takes .* GB or more, .*weight has the shape \[1000000"
     with pytest.raises(ValueError, match=shape), inputs.bounded_model(), torch.device("meta"):
@@ -137,15 +100,6 @@ def test_a_model_fits_into_memory(monkeypatch):
     with inputs.bounded_model(in_memory=False), torch.device("meta"):
         nn.Linear(10**6, 10**9)  # as of a model that many machines share
     nn.Linear(3, 3)  # outside of the block nothing is counted
-
-
-def test_a_tokenizer_is_read_beside_a_configuration(tmp_path):
-    """Of which transformers would make a list of a hundred million labels first."""
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "num_labels": 100000000}')
-    with pytest.raises(UsageError, match="num_labels=100000000 must be at most"):
-        load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_that_panics_is_one_line(tmp_path, capsys):
@@ -159,16 +113,3 @@ def test_a_tokenizer_that_panics_is_one_line(tmp_path, capsys):
     line = ["analyze", tmp_path / "model", "--tokenizer", tmp_path / "tokenizer.json"]
     assert cli.main([*map(str, line), "--text", str(tmp_path / "text.txt")]) == 2
     assert "error: a tokenizer cannot process the text: " in capsys.readouterr().err
-
-
-def test_a_tokenizer_must_not_blow_texts_up(tmp_path):
-    """Forty steps that double it would end the process, which no except clause can prevent."""
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    for count, is_refused in ((2, False), (40, True)):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * count)
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        if is_refused:
-            with pytest.raises(UsageError, match="its normalizer may make a text"):
-                load_tokenizer(tmp_path / "tokenizer.json")
-        else:
-            load_tokenizer(tmp_path / "tokenizer.json")

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,11 +22,6 @@ T = TypeVar("T")
 _LARGEST_TEXT = 2**28  # bytes of a file that is parsed as a whole, such as a configuration
 MOST_LAYERS = 1000
 """More take too long to build, even on the meta device."""
-_LARGEST_COUNT = 2**20
-_MOST_MODULES = 100_000  # which take about ten seconds to build without weights
-# A configuration's counts of things that are made one by one; not those of what it was trained on.
-_COUNT = re.compile(r"^(n|num|number)_|_(layers|blocks|heads|experts|labels)$")
-_ABOUT_TRAINING = re.compile("param|token|step|sample|epoch")
 
 
 def regular(path: Path) -> Path:
@@ -162,20 +157,6 @@ def check_files_in(folder: Path) -> None:
             raise UsageError(f"{path} is no file: remove it")
 
 
-def check_counts(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a model's configuration that counts so many things that none is built.
-
-    transformers makes lists of some as soon as it reads them.
-    """
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            check_counts(value)
-        counts = _COUNT.search(key) and not _ABOUT_TRAINING.search(key)
-        most = MOST_LAYERS if re.search("layer|block", key) else _LARGEST_COUNT
-        if counts and isinstance(value, int | float) and value > most:
-            raise ValueError(f"{key}={value} must be at most {most}")
-
-
 def _memory() -> int:
     """The bytes of memory of this machine; where it is not known, more than any has."""
     try:
@@ -186,7 +167,7 @@ def _memory() -> int:
 
 @contextlib.contextmanager
 def bounded_model(in_memory: bool = True) -> Iterator[None]:
-    """Let no model be built in the block that has too many modules, or does not fit into memory.
+    """Let no model be built in the block that does not fit into memory.
 
     The parameters are counted as they are registered, which in transformers is before they get
     memory.
@@ -200,16 +181,10 @@ def bounded_model(in_memory: bool = True) -> Iterator[None]:
     from torch import Tensor, nn
     from torch.nn.modules import module as hooks
 
-    modules, memory = 0, _memory()
+    memory = _memory()
     # By module and name, as those without memory are replaced by those with it.
     sizes: dict[tuple[int, str], int] = {}
     total = 0
-
-    def count(*_: Any) -> None:
-        nonlocal modules
-        modules += 1
-        if modules > _MOST_MODULES:
-            raise ValueError(f"the model that it describes has more than {_MOST_MODULES:,} modules")
 
     def measure(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         nonlocal total
@@ -227,7 +202,6 @@ def bounded_model(in_memory: bool = True) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for handle in (
-            hooks.register_module_module_registration_hook(count),
             hooks.register_module_parameter_registration_hook(measure),
             hooks.register_module_buffer_registration_hook(measure),
         ):

@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -297,12 +296,7 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
 
     module = "coupled_adam.lab.evaluation.load_model"
     monkeypatch.setattr(f"{module}.AutoModelForCausalLM.from_pretrained", from_pretrained)
-    config = Mock(**{"get_config_dict.return_value": ({}, {})})
-    monkeypatch.setattr(f"{module}.PreTrainedConfig", config)
     assert evaluate_model("some/model", revision="v2")["parameters"] > 0
-    config.get_config_dict.assert_called_once_with(
-        "some/model", revision="v2", local_files_only=False
-    )
     ((name, options),) = asked
     assert (name, options["revision"]) == ("some/model", "v2")
     assert options["use_safetensors"]
@@ -312,13 +306,9 @@ def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
     assert "is neither a run (config.yaml) nor a model" in capsys.readouterr().err
 
 
-def test_a_model_that_would_never_be_loaded(gpt2):
-    """Ten million layers, and a pipe that nobody writes to."""
+def test_a_pipe_in_a_models_folder(gpt2):
+    """Nobody writes to it, and nobody waits."""
     path = gpt2 / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "n_layer": 10**7}))
-    with pytest.raises(UsageError, match=r"n_layer=10000000 must be at most 1000"):
-        evaluate_model(gpt2)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UsageError, match=rf"{path} is no file"):

@@ -128,7 +128,7 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
     matrix, name = analysis.embeddings.matrix, analysis.vocabulary.name
     alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
     neighbours, cosines = nearest(matrix, alive, 1)
-    near: Mask = (cosines >= DUPLICATE).any(1)  # a row that is alone has no neighbour
+    near = cosines.max(1, initial=-1.0) >= DUPLICATE  # a row that is alone has no neighbour
     rows, others = alive[near], neighbours[near].ravel()
     # Each row is linked to its nearest one, and what is linked is a group. All rows within 0.99 of
     # each other would take V x V cosines.

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import bounded_model, check_counts
+from coupled_adam.inputs import bounded_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.sections import Model
 
@@ -89,7 +89,6 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     elif name == "stablelm":
         values |= {"use_qkv_bias": False, "partial_rotary_factor": 1.0}
     _check_config(options, default, {*own}, {*usual, *values})
-    check_counts(options.config)
     config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
     return config
 

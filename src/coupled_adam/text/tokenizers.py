@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line, printable
-from coupled_adam.inputs import check_counts, check_files_in, read_text, regular
+from coupled_adam.inputs import check_files_in, regular
 from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import hub_error, reach_hub
 
@@ -44,17 +42,12 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
             cls: Any = PreTrainedTokenizerFast  # which has no types
             tokenizer = cls(tokenizer_file=str(regular(Path(name))))
         else:
-            config = Path(name) / "config.json"
-            if config.exists():  # which it reads as well
-                check_counts(json.loads(read_text(config)))
             tokenizer = AutoTokenizer.from_pretrained(
                 name,
                 revision=revision or "main",
                 local_files_only=is_here,
                 trust_remote_code=False,
             )
-        if tokenizer.is_fast:
-            _check_growth(tokenizer)
         # That nothing stands for what it does not know shows only here: a hieroglyph.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
         # Without their files, transformers makes some tokenizers of special tokens and a space.
@@ -64,32 +57,6 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
     return tokenizer
-
-
-_MOST_GROWTH = 1000
-
-
-def _check_growth(tokenizer: Any) -> None:
-    """Raise ValueError for a tokenizer whose replacements may make a text so long that it aborts.
-
-    Each of many steps may double it.
-    """
-    for name in ("normalizer", "decoder"):
-        steps = getattr(tokenizer.backend_tokenizer, name)
-        growth = 1.0 if steps is None else _growth(json.loads(steps.__getstate__()))
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"its {name} may make a text {growth:.2g} times longer")
-
-
-def _growth(step: Mapping[str, Any]) -> float:
-    """How many times longer the replacements of a normalizer or a decoder may make a text."""
-    inner = [*step.get("normalizers", ()), *step.get("decoders", ())]
-    if step.get("type") == "Replace":
-        pattern = step["pattern"]
-        # A regular expression may match nothing, between any two characters.
-        replaced, kept = (len(pattern["String"]), 0) if "String" in pattern else (1, 1)
-        return max(1.0, kept + len(step["content"]) / max(replaced, 1))
-    return math.prod(map(_growth, inner))
 
 
 def document_start(

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import bounded_model, check_counts, check_files_in
+from coupled_adam.inputs import bounded_model, check_files_in
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import MODEL, inner_runs
@@ -74,7 +73,6 @@ def load_model(
         reach_hub()
     where: Any = {"revision": revision or "main", "local_files_only": is_here}
     try:
-        check_counts(PreTrainedConfig.get_config_dict(source, **where)[0])
         with bounded_model():
             model, report = cls.from_pretrained(
                 source,

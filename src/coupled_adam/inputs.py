@@ -5,10 +5,11 @@ Files are regular ones, whose content has an end, and nothing in them is execute
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -150,11 +151,26 @@ def read_array(path: Path) -> "np.memmap[Any, Any]":
     return array
 
 
-def check_files_in(folder: Path) -> None:
-    """Raise UsageError for a folder with a pipe or a device, for which a library would wait."""
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if not (path.is_file() or path.is_dir()):
+def check_model_folder(folder: Path) -> None:
+    """Raise UsageError for a model's folder in which a library would wait, or read other files.
+
+    A pipe or a device may be at any depth, and an index of weights may name any file.
+    """
+    for path in folder.rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
             raise UsageError(f"{path} is no file: remove it")
+        if path.name.endswith(".index.json"):
+            names = read_own(path, lambda text: [*json.loads(text)["weight_map"].values()])
+            check_names_inside(str(path), names, UsageError)
+
+
+def check_names_inside(
+    source: str, names: Iterable[object], error: type[Exception] = ValueError
+) -> None:
+    """Raise an error if an index, which may be another person's, names what is not beside it."""
+    for name in names:
+        if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts:
+            raise error(f"{source}: its index names {name}, which is outside of its folder")
 
 
 def _memory() -> int:

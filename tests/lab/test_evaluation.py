@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -313,6 +315,21 @@ def test_a_pipe_in_a_models_folder(gpt2):
     os.mkfifo(path)
     with pytest.raises(UsageError, match=rf"{path} is no file"):
         evaluate_model(gpt2)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/dev/null", "below/pipe"])
+@pytest.mark.parametrize("command", ["sample", "evaluate", "analyze"])
+def test_no_library_opens_what_is_not_the_models(command, name, gpt2, tmp_path, capsys):
+    """An index names a file outside of the folder, or a pipe, for which it would wait for ever."""
+    (gpt2 / "below").mkdir()
+    os.mkfifo(gpt2 / "below" / "pipe")
+    shutil.move(gpt2 / "model.safetensors", tmp_path / "elsewhere.safetensors")
+    names = dict.fromkeys(load_file(tmp_path / "elsewhere.safetensors"), name)
+    (gpt2 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert main([command, str(gpt2)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"its index names|pipe is no file|is a pipe or a device", said)
+    assert said.count("\n") == 1
 
 
 def test_what_is_no_finished_run(run, capsys):

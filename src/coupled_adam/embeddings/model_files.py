@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from coupled_adam.embeddings.weights import SUFFIXES, Weights, open_file, readable
-from coupled_adam.inputs import read_text
+from coupled_adam.inputs import check_names_inside, read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
@@ -95,10 +95,7 @@ def _shards(source: str, index: Mapping[str, Any], is_wanted: Wanted) -> list[st
     """The files of a model's shards that may have a wanted tensor; the others are not opened."""
     with readable(f"{source}: not an index of weights"):
         files = {str(name): str(file) for name, file in index["weight_map"].items()}
-    # Another person's index must not make us read, and publish, what is not the model's.
-    for file in files.values():
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ValueError(f"{source}: its index names {file}, which is outside of its folder")
+    check_names_inside(source, files.values())
     wanted = {file for name, file in files.items() if is_wanted(name)}
     # Without a known name in the index any of them may have it.
     return sorted(wanted or {*files.values()})

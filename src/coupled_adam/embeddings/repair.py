@@ -32,7 +32,7 @@ from coupled_adam.embeddings.loading import (
 )
 from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
 from coupled_adam.files import new_folder, resolved, write_atomically
-from coupled_adam.inputs import bounded_model, check_files_in, read_text
+from coupled_adam.inputs import bounded_model, check_model_folder, read_text
 from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -285,7 +285,7 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
         reported = load_embeddings(source)
     if source.is_file():
         return None, reported
-    check_files_in(source)
+    check_model_folder(source)
     try:
         with bounded_model():
             model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(

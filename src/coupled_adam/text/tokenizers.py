@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line, printable
-from coupled_adam.inputs import check_files_in, regular
+from coupled_adam.inputs import check_model_folder, regular
 from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import hub_error, reach_hub
 
@@ -36,7 +36,7 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     if not is_here:
         reach_hub()
     tokenizer: PreTrainedTokenizerBase
-    check_files_in(Path(name))
+    check_model_folder(Path(name))
     try:
         if Path(name).is_file():
             cls: Any = PreTrainedTokenizerFast  # which has no types

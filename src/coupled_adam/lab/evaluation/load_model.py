@@ -12,7 +12,7 @@ from transformers import (
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import bounded_model, check_files_in
+from coupled_adam.inputs import bounded_model, check_model_folder
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import MODEL, inner_runs
@@ -43,7 +43,7 @@ def trusted_run(folder: Path, variant: str | None = None) -> Run:
 def check_model(source: Path | str) -> None:
     """Raise UsageError unless this is the folder of a model, or could be the id of one."""
     folder = Path(source)
-    check_files_in(folder)
+    check_model_folder(folder)
     if (folder / "config.json").exists() or (not folder.exists() and is_hub_id(str(source))):
         return
     problem = "is neither a run (config.yaml) nor a model (config.json, model.safetensors)"

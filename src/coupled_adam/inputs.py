@@ -48,38 +48,26 @@ class Format(NamedTuple):
 
 
 _UNPACK = "unpack it"
+_UNPACK_TEXT = "unpack it, or let a text's name end in .gz, .bz2, .xz or .zst"
 _TOKENS = "write the ids that follow its header to a file of their own, with NumPy's tofile"
-POINTER = Format(
-    "a pointer of Git LFS in place of the file",
-    rb"version https://git-lfs",
-    "git lfs pull brings the file",
-)
 # Three bytes or more, as token ids may begin with any two.
 _FORMATS = (
-    POINTER,
+    Format("a pointer of Git LFS in place of the file", b"version https://git-lfs", "git lfs pull"),
     Format("a NumPy array", rb"\x93NUMPY", "name it as .npy where ids or matrices are read"),
     Format("a .npz of NumPy", rb"PK\x03\x04.{26}[^/\0]+\.npy", "numpy.save one of its arrays"),
     Format("a zip archive", rb"PK\x03\x04", _UNPACK),
     Format("a tar archive", rb".{257}ustar", _UNPACK),
     Format("an archive", rb"7z\xbc\xaf|Rar!", _UNPACK),
-    Format("compressed by gzip", rb"\x1f\x8b\x08", f"{_UNPACK}, or end a text's name in .gz"),
-    Format("compressed by bzip2", rb"BZh[1-9]", f"{_UNPACK}, or end a text's name in .bz2"),
-    Format("compressed by xz", rb"\xfd7zXZ", f"{_UNPACK}, or end a text's name in .xz"),
-    Format(
-        "compressed by zstd",
-        rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18",
-        f"{_UNPACK}, or end a text's name in .zst",
-    ),
+    Format("compressed by gzip", rb"\x1f\x8b\x08", _UNPACK_TEXT),
+    Format("compressed by bzip2", rb"BZh[1-9]", _UNPACK_TEXT),
+    Format("compressed by xz", rb"\xfd7zXZ", _UNPACK_TEXT),
+    Format("compressed by zstd", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", _UNPACK_TEXT),
     Format("a Parquet file", rb"PAR1", "it holds texts, for --text"),
     Format("an Arrow file", rb"ARROW1|\xff{4}.{3}\x00\x10\x00{3}", "write it as Parquet"),
     Format("an HDF5 file", rb"\x89HDF", "write what is in it as .npy or Parquet"),
     Format("an SQLite database", rb"SQLite format", "write what is in it as .csv or Parquet"),
     Format("a safetensors file", rb".{4}\x00{4}\{", "it holds the weights of a model"),
-    Format(
-        "a pickle",
-        rb"\x80\x02\x8a\nl\xfc|\x80[\x04\x05]\x95.{4}\x00{4}",
-        "write safetensors or .npy",
-    ),
+    Format("a pickle", rb"\x80\x02\x8a\nl|\x80[\x04\x05]\x95.{4}\x00{4}", "save it as .npy"),
     Format("a GGUF file", rb"GGUF", "numpy.save what gguf.dequantize makes of a tensor in it"),
     Format("packed tokens of Lit-LLaMA", rb"LITPKDS", f"{_TOKENS} (offset 24)"),
     Format("an index of Megatron-LM", rb"MMIDIDX", "name the .bin file beside it"),

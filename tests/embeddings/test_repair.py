@@ -100,6 +100,29 @@ def test_padding_may_be_zero(llama, tmp_path):
     assert (inputs.rows, outputs.rows) == ({}, {7: "nearly zero"})
 
 
+@pytest.mark.parametrize("dead", [0.0, 1e-14, torch.nan])
+def test_rows_from_the_output(dead, gpt2, llama, tmp_path):
+    """Directions of the same tokens' output rows, at a typical norm; others are drawn."""
+    tensors = weights(llama)
+    tensors["model.embed_tokens.weight"][[4, 7]] *= dead
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    inputs, _ = repair_model(llama, tmp_path / "out", from_output=True)
+    assert [*inputs.rows] == [4, 7]
+    new = weights(tmp_path / "out")
+    table, head = new["model.embed_tokens.weight"].double(), new["lm_head.weight"].double()
+    healthy = np.setdiff1d(range(V), [2, 4, 7])  # 2 is padding
+    typical = np.median(tensors["model.embed_tokens.weight"][healthy].double().norm(dim=1))
+    assert torch.allclose(table[4], typical * head[4] / head[4].norm(), rtol=1e-6)
+    assert torch.cosine_similarity(table[7], head[7], 0) < 0.999  # row 7 of the head is dead, too
+    assert torch.equal(
+        new["model.embed_tokens.weight"][healthy], tensors["model.embed_tokens.weight"][healthy]
+    )
+    for source in (gpt2, tmp_path / "E.npy"):
+        np.save(tmp_path / "E.npy", np.eye(9))
+        with pytest.raises(UsageError, match="--from-output needs output embeddings that are not"):
+            repair_model(source, tmp_path / "other.npy", from_output=True)
+
+
 def test_recentering_does_not_change_the_predictions(gpt2, llama, tmp_path):
     with pytest.raises(UsageError, match="for output embeddings that are not tied"):
         repair_model(gpt2, tmp_path / "out", recenter=True)

@@ -26,12 +26,14 @@ class Options(ModelOptions):
     model: the folder of a model or a run, a model's id on the hub, or a .npy file with a matrix.
     out: the folder (or file) to write, which must not exist.
     recenter: subtract the mean from the output embeddings, which does not change the predictions.
+    from_output: give dead input embeddings the directions of the output embeddings.
     text: show the loss on this text before and after.
     """
 
     model: str = dataclasses.field(metadata={"metavar": "MODEL"})
     out: Path
     recenter: bool = False
+    from_output: bool = False
     text: Path | None = None
 
 
@@ -48,7 +50,7 @@ def run(options: Options) -> None:
     if text is not None:
         losses["before"] = loss_on_text(folder, text, None, device)
     with working("repairing the embeddings"):
-        reports = repair_model(folder, options.out, options.recenter)
+        reports = repair_model(folder, options.out, options.recenter, options.from_output)
     if text is not None:
         losses["after"] = loss_on_text(options.out, text, None, device)
     if options.json:

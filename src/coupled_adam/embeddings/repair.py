@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.loading import (
@@ -164,7 +164,9 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         ) from None
 
 
-def repair_model(source: Path, out: Path, recenter: bool = False) -> list[RepairedMatrix]:
+def repair_model(
+    source: Path, out: Path, recenter: bool = False, from_output: bool = False
+) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
     transformers loads the model and saves the copy; the tokenizer and all else beside the weights
@@ -178,6 +180,8 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
         out: the folder or the file to write, which must not exist.
         recenter: whether to subtract the mean from the output embeddings. This shifts all logits of
             a position alike, which leaves the softmax as it is.
+        from_output: whether new rows of input embeddings have the directions of the same tokens'
+            output embeddings, and the median norm of healthy rows, where those are healthy.
 
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
@@ -193,11 +197,18 @@ def repair_model(source: Path, out: Path, recenter: bool = False) -> list[Repair
             f"{source}: --recenter would change its predictions: it is for output embeddings that "
             "are not tied, and whose logits are not capped"
         )
+    heads = [entry.matrix for entry in entries if from_output and entry.role == "output"]
+    shapes = [entry.matrix.shape for entry in entries if entry.role == "input"]
+    if from_output and not any(head.shape in shapes for head in heads):
+        raise UsageError(
+            f"{source}: --from-output needs output embeddings that are not tied to those of the "
+            "input, and have their shape"
+        )
     # 2. The matrices are changed in the model's memory, and the source stays as it is
     reports = []
     for entry in entries:
         with prefixed_usage_error(f"{source}: "):
-            rows = _repair_rows(entry)
+            rows = _repair_rows(entry, heads[0] if heads and entry.role == "input" else None)
         removed = _recenter(entry.matrix) if entry.role in moved else None
         reports.append(RepairedMatrix(entry.role, entry.tensor, rows, removed))
     # 3. The copy, which appears once it is complete
@@ -336,8 +347,8 @@ def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingM
     return tables
 
 
-def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:
-    """Give the rows of a matrix that are dead new values, in place."""
+def _repair_rows(entry: EmbeddingMatrix, head: Tensor | None = None) -> dict[int, Reason]:
+    """Give the rows of a matrix that are dead new values, in place; directions are the head's."""
     dead = dead_rows(entry.matrix)
     healthy = ~np.isin(np.arange(len(entry.matrix)), [*dead])
     padding = padding_row(entry)
@@ -347,6 +358,12 @@ def _repair_rows(entry: EmbeddingMatrix) -> dict[int, Reason]:
             del dead[padding]
     if dead:
         entry.matrix[[*dead]] = healthy_rows(entry.matrix, len(dead), healthy)
+    if head is not None and head.shape == entry.matrix.shape:
+        typical = float(np.median(geometry.finite_rows(entry.matrix)[1][healthy]))
+        dead_in_head = dead_rows(head)
+        usable = [row for row in dead if row not in dead_in_head]
+        directions = nn.functional.normalize(head[usable].double())
+        entry.matrix[usable] = (typical * directions).to(entry.matrix.dtype)
     return dead
 
 

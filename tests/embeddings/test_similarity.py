@@ -132,6 +132,8 @@ def test_other_dialects(name, text, tmp_path):
         "exact.csv": "word1,word2,mean,std_mean\nNew York,city,8,0.1\na,b,0.5,2\n",
         "exact.tsv": "a\tb\trating_n\tRating\tscores\nNew York\tcity\t3\t8\t1\na\tb\t2\t.5\t9\n",
         "two.csv": "w,v,human_sd,human_n,Score\nNew York,city,3,2,8\na,b,2,9,0.5\n",
+        "meaning.csv": "a,b,meaning,sd,score\nNew York,city,x,1,8\na,b,y,2,0.5\n",
+        "gloss.csv": "New York,city,a mean place,8\na,b,y,0.5\n",
         "counts.tsv": "w1\tw2\tn1\tn2\tscore\nNew York\tcity\t5\t6\t8\na\tb\t9\t1\t0.5\n",
         # As gensim has it, with a header that is a comment
         "comments.tsv": "# A set\n# Word 1\tWord 2\tHuman (mean)\nNew York\tcity\t8\na\tb\t.5\n",

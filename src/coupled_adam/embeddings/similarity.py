@@ -264,15 +264,16 @@ def _read(path: Path) -> WordSimilaritySet:
     texts = [line for _, line in numbered if not line.startswith("#")]
     sign = next((sign for sign in "\t;," if texts and sign in texts[0]), None)
     table = [(n, _fields(line, sign)) for n, line in numbered]
-    # A header names the rating, or has no number in its place; gensim's is a comment.
+    # A header has no number where the rating is; gensim's is a comment.
     comments = [fields for _, (first, *fields) in table if first.startswith("#")]
     table = [(n, fields) for n, fields in table if not fields[0].startswith("#")]
-    header = ["", *comments[-1]] if comments and sign is not None else []
-    if table and _is_header(table[0][1]):
+    header = ["", *comments[-1]] if comments else []
+    if table and _is_header(*(fields for _, fields in table[:2])):
         header = table.pop(0)[1]
     if not table:
         raise ValueError(f"{path} contains no pairs")
     top = table[0][1]
+    header = header if len(header) == len(top) else []
     if all(_is_number(fields[0]) for _, fields in table):
         raise ValueError(
             f"{path}: the first column has a number in each line, such as {top[0]!r}, and "
@@ -293,16 +294,18 @@ def _read(path: Path) -> WordSimilaritySet:
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
 
 
-def _is_header(row: Sequence[str]) -> bool:
+def _is_header(row: Sequence[str], below: Sequence[str] = ()) -> bool:
     """Whether a row names columns: raters and counts may be numbers there, too."""
-    return len(row) > 2 and (bool(_named_rating(row)) or not any(map(_is_number, row[2:])))
+    numbers = [i for i in range(2, min(len(row), len(below))) if _is_number(below[i])]
+    names_rating = any(not _is_number(row[i]) for i in _named_rating(row, numbers))
+    return names_rating or (len(row) > 2 and not any(map(_is_number, row[2:])))
 
 
-def _named_rating(names: Sequence[str]) -> list[int]:
-    """The columns behind the words that the name of a rating chooses, an exact name first."""
+def _named_rating(names: Sequence[str], numbers: Sequence[int]) -> list[int]:
+    """The columns, of those with numbers, whose name is a rating's, or else contains it."""
     for is_meant in (str.__eq__, str.__contains__):
         for rating in _RATINGS:
-            if columns := [i for i in range(2, len(names)) if is_meant(names[i].lower(), rating)]:
+            if columns := [i for i in numbers if is_meant(names[i].lower(), rating)]:
                 return columns
     return []
 
@@ -325,7 +328,7 @@ def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spa
                 "them, separate the columns by tabs"
             )
         return column
-    named = [column for column in _named_rating(header) if column in numbers]
+    named = _named_rating(header, numbers) if header else []
     if len(named) == 1:
         return named[0]
     columns = ", ".join(header[i] if i < len(header) else f"column {i + 1}" for i in numbers)

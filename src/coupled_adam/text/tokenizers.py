@@ -68,11 +68,9 @@ def document_start(
     between documents. Otherwise it is what the tokenizer puts before a text and, if that is
     nothing, :func:`end_of_text_id`.
     """
-    named = config or {}
-    if isinstance(between := named.get("bos_token_id"), int) and between == named.get(
-        "eos_token_id"
-    ):
-        return [between]
+    begin, end = (config.get(f"{name}_token_id") if config else None for name in ("bos", "eos"))
+    if isinstance(begin, int) and begin == end:
+        return [begin]
     bare, whole = (
         tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]
         for special in (False, True)

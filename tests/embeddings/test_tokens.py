@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coupled_adam.embeddings.neighbours import nearest
@@ -49,6 +49,23 @@ def test_categories_of_a_byte_level_tokenizer():
     bytes_never_used = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
     assert unused == rows_without_token | bytes_never_used | {"<|reserved_7|>"}
     assert (vocabulary.categories == "none").sum() == 310 - len(tokenizer.get_vocab())
+
+
+UNUSED = """<|reserved_7|> [unused7] >>UNUSED_7<< <|plamo:reserved:0x07|> <unk>NOTUSED </s>NOTUSED
+    <unused7> [UNUSED_TOKEN_7] <|reserved_special_token_7|> <Reserved7>"""
+USED = (
+    "unused reserved _reserved __unused__ (unused) reserved] <reserved ->unused <|end|> [MASK] <s>"
+)
+
+
+@pytest.mark.parametrize("name", [*UNUSED.split(), *USED.split()])
+def test_names_of_unused_tokens(name):
+    """In brackets of any style; a word of a text is none of them."""
+    tokenizer = byte_level(("t", "h"))
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False)])
+    vocabulary = read_vocabulary(tokenizer, len(tokenizer))
+    assert vocabulary.texts[-1] == name
+    assert bool(vocabulary.unused[-1]) == (name in UNUSED.split())
 
 
 def test_categories_of_other_tokenizers():

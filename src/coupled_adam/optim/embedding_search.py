@@ -132,30 +132,21 @@ def _alike(
     others = {m.tokens for m in tables if m.tokens >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
-        rows, columns, is_table = m.tokens, m.width, "table" in m.kinds
-        may_be_tokens = is_table or rows not in widths
+        is_table = "table" in m.kinds
+        if not is_table and "linear" not in m.kinds:  # either dimension may be V
+            return not m.blocks and not sizes.isdisjoint(m.shape)
+        may_be_tokens = is_table or m.tokens not in widths
+        if m.tokens in sizes and (is_table or m.blocks):
+            # Of a doubtful name; or in a block, as heads that predict several tokens ahead are
+            return is_table or (may_be_tokens and m.tokens > m.width)
+        if m.blocks:
+            return False
+        if not is_table and m.width in sizes and m.width > m.tokens:
+            return widths[m.width] == 1  # the only layer of one-hot tokens
         # Of these sizes no table, or no head, has been found; it may be padded.
         open_sizes = sizes - known["input" if is_table else "output"]
-        is_near = rows >= columns and any(20 * abs(rows - n) <= n for n in open_sizes)
-        # The first that applies decides, from what is certain by its kind to what only its size
-        # suggests.
-        rules = {
-            "hand-written, in which either dimension may be V": (
-                m.kinds.isdisjoint({"table", "linear"}),
-                not m.blocks and not sizes.isdisjoint(m.shape),
-            ),
-            "a table of V rows, of which the name is doubtful": (is_table and rows in sizes, True),
-            "in a block, as heads that predict several tokens ahead are": (
-                bool(m.blocks),
-                rows in sizes and may_be_tokens and rows > columns,
-            ),
-            "a layer of V columns, of one-hot tokens if it is the only one": (
-                not is_table and columns in sizes and columns > rows,
-                widths[columns] == 1,
-            ),
-            "a size": (True, is_near or (may_be_tokens and rows in others)),
-        }
-        return next(verdict for applies, verdict in rules.values() if applies)
+        is_near = m.tokens >= m.width and any(20 * abs(m.tokens - n) <= n for n in open_sizes)
+        return is_near or (may_be_tokens and m.tokens in others)
 
     return list(filter(looks_alike, rest))
 

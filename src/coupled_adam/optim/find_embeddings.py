@@ -120,28 +120,22 @@ def _configured_sizes(model: nn.Module) -> set[int]:
     for module in model.modules():
         with contextlib.suppress(Exception):  # a property may raise anything
             configs[id(module.config)] = module.config
+    outer = [options for config in configs.values() for options in _options_in(config)]
+    inner = [options for _, value in outer for options in _options_in(value)]
     return {
         n
-        for options in map(_readable, configs.values())
-        for nested in [options, *map(_readable, filter(_has_options, options.values()))]
-        for key, n in nested.items()
+        for key, n in (*outer, *inner)
         if _VOCAB_SIZE.fullmatch(str(key)) and isinstance(n, int) and n > 1
     }
 
 
-def _has_options(value: Any) -> bool:
-    return isinstance(value, Mapping) or hasattr(value, "__dict__")
-
-
-def _readable(config: Any) -> dict[Any, Any]:
+def _options_in(config: Any) -> Iterator[tuple[Any, Any]]:
     """The options of a configuration, but for those that OmegaConf, for example, cannot resolve."""
-    options: dict[Any, Any] = {}
+    mapping = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     with contextlib.suppress(Exception):
-        mapping = config if isinstance(config, Mapping) else vars(config)
         for key in mapping:
             with contextlib.suppress(Exception):
-                options[key] = mapping[key]
-    return options
+                yield key, mapping[key]
 
 
 def matrices_of(model: nn.Module) -> list[ModelMatrix]:

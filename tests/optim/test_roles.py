@@ -106,7 +106,7 @@ class Marked(nn.Module):
         self.w = nn.Parameter(torch.ones(4, 3))
 
     def no_weight_decay(self):
-        return {"table_weight"}
+        return {"table_*"}
 
 
 class HeadNorm(nn.Module):

@@ -5,6 +5,7 @@ names are for modules that are written by hand, and the shape comes last.
 """
 
 import contextlib
+import fnmatch
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,12 +116,14 @@ def roles_of(model: nn.Module, embeddings: Mapping[Tensor, Role]) -> dict[Tensor
             holders.setdefault(p, []).append(holder)
         marked.update(f"{name}.{n}".lstrip(".") for n in _without_weight_decay(module))
     return {
-        p: embeddings.get(p) or ("marked" if name in marked else role_of(name, p, holders[p]))
+        p: embeddings.get(p)
+        or ("marked" if any(fnmatch.fnmatchcase(name, pattern) for pattern in marked) else None)
+        or role_of(name, p, holders[p])
         for name, p in model.named_parameters()
     }
 
 
 def _without_weight_decay(module: Any) -> Iterator[str]:
-    """The names that a model of timm has for parameters without weight decay."""
+    """The names and patterns that a model of timm has for parameters without weight decay."""
     with contextlib.suppress(Exception):  # a method of another meaning, or a property that raises
         yield from filter(lambda name: isinstance(name, str), module.no_weight_decay())

@@ -102,6 +102,7 @@ def check_known(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, source
             text,
             add_special_tokens=False,
             return_offsets_mapping=tokenizer.is_fast,
+            split_special_tokens=True,  # as the laboratory does, whose setting of it stays
             verbose=False,
         )
         # A slow tokenizer does not say where its tokens are: one that it knows stands for all.

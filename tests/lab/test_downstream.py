@@ -198,9 +198,13 @@ def test_what_cannot_be_evaluated(names, folder, message, tasks, tmp_path):
 
 
 def test_a_tokenizer_without_bos_and_eos(model, tasks):
-    """The harness would fail in the middle."""
+    """The model may name what is between documents; without it, the harness would fail midway."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(model)
+    assert evaluate_model(model, downstream=Downstream(["choose"], tasks))["lm_eval"]["tasks"]
+    config = json.loads((model / "config.json").read_text())
+    config |= {"bos_token_id": None, "eos_token_id": None}
+    (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match=r"needs a BOS or an EOS token .* has neither"):
         evaluate_model(model, downstream=Downstream(["choose"], tasks))
 

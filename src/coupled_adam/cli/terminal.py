@@ -83,7 +83,8 @@ def show(content: RenderableType) -> None:
         return
     terminal = Console()
     if isinstance(content, str):
-        content = Text(content)
+        # Before it is measured: a character that is replaced later would be cut off.
+        content = Text("\n".join(map(printable, content.split("\n"))))
     # rich would cut what has a minimum width, such as the numbers of a table, to fit the terminal.
     needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)

@@ -385,6 +385,16 @@ def test_a_comparison_does_not_end_with_its_reader(before, code, small_recipe, t
     assert (tmp_path / "out" / "report" / "index.html").exists()
 
 
+def test_a_dry_run_trains_nothing(small_recipe, text_file, tmp_path, capsys):
+    words = ["--recipe", small_recipe, "--text", text_file, "--arms.*.lr=1e-3,1e-2", "--seeds=3"]
+    words += ["--device=cpu", "--dry-run", "--out", tmp_path / "out"]
+    assert main(["compare", *map(str, words)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "coupled_adam-2 Coupled Adam, lr 0.01" in said
+    assert re.search(r"12 runs; the steps of one, and of all, would take about \S+ \w+ and", said)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "told",
     [

@@ -78,5 +78,5 @@ def one_line(error: object, longest: int = 600) -> str:
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """The name that is most like an unknown one; if none is, another hint, or all names."""
-    near = difflib.get_close_matches(name, names := [*names], n=1)
+    near = difflib.get_close_matches(name, names := [*names], n=1, cutoff=0.75)
     return f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(names)}"

@@ -94,7 +94,7 @@ def checked(cls: type[T], values: Any, shown: Callable[[str, str], str] = "{}={}
         unknown, texts = str(first["loc"][-1]), meanings(section)
         # A name may be the words by which another one is explained, such as learning_rate.
         words = unknown.replace("_", " ")
-        explained = [name for name, text in texts.items() if words in text][:1]
+        explained = [name for name, text in texts.items() if " " in words and words in text][:1]
         hint = f"did you mean {explained[0]}?" if explained else did_you_mean(unknown, texts)
         raise UsageError(f"{key} is no key: {hint}")
     if first["type"] == "missing" or not key:

@@ -8,13 +8,15 @@ import yaml
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
-from coupled_adam.cli import main
+from coupled_adam.cli import load_command, main
+from coupled_adam.cli.parser import parsed
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import meanings
 from coupled_adam.lab.arms import ARMS
 from coupled_adam.lab.models import build_model, count_parameters, parameters
 from coupled_adam.lab.recipe import (
     load_recipe,
+    load_values,
     override,
     read_yaml,
     recipe_from,
@@ -371,6 +373,29 @@ def test_lists_of_values_make_arms():
     assert last.options == {"lr_factor": 4, "lr": 0.01}
     assert recipe.arms["coupled_adam-3"].label == "Coupled Adam, f = 4, lr 0.001"
     assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--arms.*.lr=[1e-3,0.01]",
+        "--arms.*.lr 1e-3,0.01",
+        "--arms.*.lr 1e-3 0.01",
+        "--training.lr 1e-3 0.01",
+        "--training.lr=[1e-3,0.01]",
+    ],
+)
+def test_several_values_are_typed_in_any_way(words):
+    """Arms are chosen before there are several of each; others need not have the option."""
+    line = ["--arms", "lean", "adamw", *words.split(), "--arms.*.beta1", "0"]
+    recipe, demo = load_recipe("tiny-sgd"), load_values("tiny-sgd")
+    assert "sgd" in {arm.optimizer for arm in recipe.arms.values()}
+    demo["arms"]["lean"] = {"optimizer": "lean"}
+    options = parsed(load_command("compare"), line)
+    recipe = options.selected(options.recipe_of(demo, options.arms))
+    assert list(recipe.arms) == ["lean-1", "lean-2", "adamw-1", "adamw-2"]
+    assert [arm.lr for arm in recipe.arms.values()] == [1e-3, 0.01] * 2
+    assert {arm.beta1 for arm in recipe.arms.values()} == {0}
 
 
 def test_files_extend(tmp_path):

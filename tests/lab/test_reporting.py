@@ -106,15 +106,15 @@ def printed(table, width=200):
         ),
         (
             {"adamw": [3.0], "coupled_adam": [2.5]},
-            "Test loss with one seed: 3.000 (AdamW), 2.500 (Coupled Adam). One seed cannot tell "
+            "Test loss with one seed: 2.500 (Coupled Adam), 3.000 (AdamW). One seed cannot tell "
             "whether a loss is lower; three can: --seeds 3 --resume",
         ),
         (
             {"adamw": [3.0, 3.1], "coupled_adam": [2.5]},
             "Coupled Adam and AdamW have fewer than two seeds in common: no test is possible.",
         ),
-        ({"adamw": [3.0, 3.1]}, "A comparison needs runs with AdamW and with another"),
-        ({"coupled_adam": [3.0, 3.1]}, "A comparison needs runs with AdamW and with another"),
+        ({"adamw": [3.0, 3.1]}, "A test needs runs with AdamW and with another"),
+        ({"coupled_adam": [3.0, 3.1]}, "A test needs runs with AdamW and with another"),
     ],
     ids=["better", "worse", "alike", "one seed", "one in common", "only AdamW", "no AdamW"],
 )
@@ -149,6 +149,43 @@ def frame_of_losses(recipe, losses):
             for seed, loss in enumerate(values, 1)
         ]
     )
+
+
+def test_three_arms_are_ordered(recipe):
+    """From the lowest test loss, in the first sentence; what may be chance is said to be."""
+    optimizers = {"adamw": "adamw", "coupled_adam": "coupled_adam", "lean": "lean"}
+    recipe = override(recipe, {"arms": {n: {"optimizer": o} for n, o in optimizers.items()}})
+    losses = {"adamw": [3.0, 3.1], "coupled_adam": [2.51, 2.6], "lean": [2.5, 2.599]}
+    (paragraph,) = conclusion(frame_of_losses(recipe, losses), {})
+    assert paragraph.startswith(
+        "LEAN has the lowest test loss, 2.550; Coupled Adam is 0.005 higher, which may be chance; "
+        "AdamW is 0.500 higher. "
+    )
+    del losses["adamw"]
+    losses["sgd"] = [4.0, 4.1]
+    recipe = override(recipe, {"arms.sgd": {"optimizer": "sgd", "lr_factor": 9}})
+    (paragraph,) = conclusion(frame_of_losses(recipe, losses), {})
+    assert "SGD, f = 9 is 1.500 higher. A test needs runs with AdamW and with another" in paragraph
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        (0, "lr_factor 1 of Coupled Adam is the lowest of the values tried: the best may be lower"),
+        (1, None),
+        (2, "lr_factor 4 of Coupled Adam, f = 4 is the highest of the values tried: the best may "),
+    ],
+)
+def test_the_best_value_at_the_edge(best, said, recipe, tmp_path):
+    swept = {"optimizer": "coupled_adam", "lr_factor": [1, 2, 4]}
+    recipe = override(recipe, {"arms": {"adamw": {"optimizer": "adamw"}, "coupled_adam": swept}})
+    runs = [
+        fast_run(recipe, arm, 1, loss, metrics=[{"step": 1, "valid_loss": loss}])
+        for number, arm in enumerate(recipe.arms, -1)
+        for loss in [3.0 if number == best else 4.0]
+    ]
+    (paragraph,) = conclusion(frame_of(runs), {})
+    assert (said in paragraph) if said else ("values tried" not in paragraph)
 
 
 def test_conclusion_of_one_seed(recipe, tmp_path):

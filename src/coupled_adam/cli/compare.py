@@ -10,10 +10,11 @@ example: coupled-adam compare --text my-text/ --seeds 3 --training.lr 1e-3
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_names
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed, require
@@ -31,11 +32,13 @@ class Options(RunOptions):
     out: a new folder for the results (default: runs/NAME, with the recipe's name).
     arms: run only these arms of the recipe.
     seeds: one number N is the seeds 1 to N; several numbers are these seeds.
+    dry_run: show the arms, and how long their runs would take here, and run nothing.
     """
 
     out: Path | None = None
     arms: list[str] | None = None
     seeds: list[Seed] | None = None
+    dry_run: bool = False
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
@@ -47,7 +50,8 @@ class Options(RunOptions):
             # A single number is how many, as in --seeds 3; several are the seeds themselves.
             is_number = len(self.seeds) == 1
             seeds = [*range(1, self.seeds[0] + 1)] if is_number else sorted(self.seeds)
-        arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
+        named = (arm_names(name, recipe) for name in self.arms or recipe.arms)
+        arms = {arm: recipe.arms[arm] for arm in itertools.chain(*named)}
         return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
 
@@ -64,10 +68,12 @@ def run(options: Options) -> None:
             plain = load_values(str(out / COMPARISON))
         elif options.out:
             raise UsageError(f"--out {out} holds no comparison to resume: leave out --resume")
-    recipe = options.recipe_of(plain)
+    recipe = options.recipe_of(plain, options.arms or ())
 
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
+    from coupled_adam.lab.training.train import step_seconds
+    from coupled_adam.rendering.tables import Table
 
     # One that was extended has more arms and seeds than a recipe that is named.
     recipe = options.selected(comparison.extended(recipe, out) if options.resume else recipe)
@@ -76,6 +82,17 @@ def run(options: Options) -> None:
         f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
         f"tokens each; seeds {', '.join(map(str, recipe.seeds))}"
     )
+
+    if options.dry_run:
+        rows = [[name, arm.label] for name, arm in recipe.arms.items()]
+        seconds = step_seconds(recipe, execution) * recipe.steps
+        runs = len(recipe.arms) * len(recipe.seeds)
+        times = " and ".join(
+            f"{t / 60:,.0f} min" if t > 99 else f"{t:.0f} s" for t in (seconds, seconds * runs)
+        )
+        note = f"{runs} runs; the steps of one, and of all, would take about {times} here"
+        show(Table(("arm", "optimizer and options"), rows, notes=[note], left=(0, 1)))
+        return
 
     def on_report(report: Report) -> None:
         show(report)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,12 @@ class RunOptions(DeviceOption, Execution):
     # The keys of the recipe that are given, with their values as YAML.
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def recipe_of(self, plain: Mapping[str, Any]) -> Recipe:
+    def recipe_of(self, plain: Mapping[str, Any], arms: Collection[str] = ()) -> Recipe:
         """The recipe of plain values, with those of the command line.
+
+        Args:
+            arms: those that are chosen, before lists of values make several of each; all by
+                default, or if one is none of the recipe's.
 
         Raises:
             UsageError: they are not valid, or would execute code that the user has not named.
@@ -102,6 +107,9 @@ class RunOptions(DeviceOption, Execution):
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
+        if isinstance(plain.get("arms"), dict) and (chosen := {*arms} & plain["arms"].keys()):
+            named = {arm: options for arm, options in plain["arms"].items() if arm in chosen}
+            plain = {**plain, "arms": named}
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
@@ -120,7 +128,12 @@ class RunOptions(DeviceOption, Execution):
             # What is a string is what has been typed, whatever YAML would make of it.
             kinds = _kinds(Recipe, key)
             is_text = str in kinds and not (text == "null" and type(None) in kinds)
-            values[key] = text if is_text else read_yaml(text, f"--{key}")
+            value = text if is_text else read_yaml(text, f"--{key}")
+            # Several values may have commas alone; those of a rate are an arm each.
+            if not is_text and isinstance(value, str) and "," in value:
+                value = read_yaml(f"[{text}]", f"--{key}")
+            is_sweep = key == "training.lr" and isinstance(value, list)
+            values["arms.*.lr" if is_sweep else key] = value
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
         is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
@@ -173,11 +186,17 @@ def _limit_threads(parameters: int) -> None:
         torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
-def arm_name(name: str, recipe: Recipe) -> str:
-    """The name, which must be that of an arm of the recipe; otherwise UsageError is raised."""
+def arm_names(name: str, recipe: Recipe) -> list[str]:
+    """The arms of a recipe that have a name, or whose numbers follow it after several values.
+
+    Raises:
+        UsageError: there is none.
+    """
+    numbered = [arm for arm in recipe.arms if re.fullmatch(rf"{re.escape(name)}-\d+", arm)]
     hint = did_you_mean(name, recipe.arms)
-    require(name in recipe.arms, f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
-    return name
+    has_it = name in recipe.arms or numbered
+    require(has_it, f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
+    return [name] if name in recipe.arms else numbered
 
 
 def _kinds(cls: type[Any], key: str) -> set[Any]:

@@ -26,6 +26,12 @@ arm of each; --arms.*.lr is that option of all arms. coupled-adam recipes demo e
 
 _ELSEWHERE = {
     "config": "recipe",
+    "data": "text",
+    "dataset": "data.hub",
+    "layers": "model.n_layer",
+    "learning-rate": "training.lr",
+    "model": "model.architecture",
+    "tasks": "lm-eval",
     "epochs": "training.tokens",
     "num-train-epochs": "training.tokens",
     "max-new-tokens": "tokens",
@@ -58,24 +64,29 @@ class Parser(argparse.ArgumentParser):
         name = typed.lstrip("-")
         names = [option.lstrip("-") for option in self._option_string_actions]
         if self.epilog == _KEYS:
+            from coupled_adam.lab.arms import ARMS
             from coupled_adam.lab.recipe import Recipe, recipe_names
 
             for word in (value, *words):
                 if word in recipe_names() or word.endswith((".yaml", ".yml")):
                     return f"--recipe {word}"
+            if "/" in typed:
+                return f"--out {typed}"
             keys = [
                 f"{section}.{field.name}"
                 for section, cls in sections(Recipe).items()
                 for field in dataclasses.fields(cls)
             ]
             names += [*(key for key in keys if key not in names), "arms.NAME"]
-            exact = [key for key in keys if key.partition(".")[2] == name]
+            options = dict.fromkeys(option for arm in ARMS.values() for option in meanings(arm))
+            keys += [f"arms.*.{option}" for option in options]
+            exact = [key for key in keys if key.rpartition(".")[2] == name.replace("-", "_")]
             if exact:
                 return f"--{exact[0]}"
         if (known := _ELSEWHERE.get(name.replace("_", "-"))) in names:
             is_arm = known == "arms.NAME"
             return f"--{known}" + f" '{{optimizer: {value or words[-1]}}}'" * is_arm
-        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.65):
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
             return f"--{near[0]}"
         for command in COMMANDS if typed.startswith("--") else ():
             if name.replace("-", "_") in meanings(load_command(command).Options):
@@ -86,9 +97,10 @@ class Parser(argparse.ArgumentParser):
 def parsed(command: ModuleType, words: Sequence[str]) -> Any:
     """The options in a command line; UsageError if one is unknown, missing or out of range."""
     values = vars(make_parser(command, words).parse_args(words))
+    # Several words are a list, as in YAML.
     keys = {key: values.pop(key) for key in [*values] if "." in key}
     if keys:
-        values["keys"] = keys
+        values["keys"] = {k: v[0] if len(v) == 1 else f"[{', '.join(v)}]" for k, v in keys.items()}
     try:
         return checked(command.Options, values, shown=_typed)
     except UsageError as error:
@@ -121,7 +133,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
         for word in dict.fromkeys(word.partition("=")[0] for word in words):
             # Only those that are given: arms and their options have names that no parser knows.
             if re.match(r"--(model|data|training|arms)\.", word):
-                parser.add_argument(word, dest=word[2:], default=argparse.SUPPRESS)
+                parser.add_argument(word, dest=word[2:], nargs="+", default=argparse.SUPPRESS)
     named = [str(action.metavar) for action in parser._actions if not action.option_strings]
     parser.usage = " ".join([parser.prog, "[options]", *named])
     return parser

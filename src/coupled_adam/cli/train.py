@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_names
 from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import Seed
+from coupled_adam.fields import Seed, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,10 @@ def run(options: Options) -> None:
             raise UsageError(f"--out {options.out} holds no run to resume: leave out --resume")
         recipe = options.recipe_of(read_run(options.out).recipe.to_dict())
     else:
-        recipe = options.recipe_of(load_values(options.recipe or DEFAULT_RECIPE))
-    arm, seed = arm_name(options.arm, recipe), options.seed
+        plain = load_values(options.recipe or DEFAULT_RECIPE)
+        recipe = options.recipe_of(plain, [options.arm])
+    (arm, *more), seed = arm_names(options.arm, recipe), options.seed
+    require(not more, f"--arm {options.arm} has several values: name {arm}, or one of {more}")
     # Where a comparison would put it, so that one report has the runs of several jobs.
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
     comparison.train_and_evaluate(

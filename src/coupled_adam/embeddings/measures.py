@@ -269,7 +269,11 @@ MEASURES = {m.key: m if m.path else dataclasses.replace(m, path=(m.key,)) for m 
 
 LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
-        measure, key=f"{key}_centered", path=("centered", key), short=measure.short_centered
+        measure,
+        key=f"{key}_centered",
+        path=("centered", key),
+        short=measure.short_centered,
+        meaning=measure.meaning and f"{measure.short_name} with the mean removed",
     )
     for key, measure in MEASURES.items()
     if measure.short_centered

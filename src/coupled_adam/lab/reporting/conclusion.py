@@ -67,18 +67,21 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
         arms = best_of_each(experiment, "family")
         losses = [f"{_label(arm)} ({arm.valid_loss.mean():.3f})" for arm in arms]
         notes.append(f"The arms with the lowest validation loss are {'; '.join(losses)}.")
+        notes += _edges(experiment, arms)
         baseline = baseline_of(arms)
     rivals = [arm for arm in arms if arm is not baseline]
     notes += _states(arms)
+    order = _order(arms)
     if baseline is None or not rivals:
-        return ["A comparison needs runs with AdamW and with another optimizer.", *notes]
+        return [*order, "A test needs runs with AdamW and with another optimizer.", *notes]
     # With one seed the losses are shown, and how to find out more.
     if experiment.seed.nunique() == 1:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         # The whole command if the recipe is in the folder; its end if only the user knows it.
         if (folder / COMPARISON).exists():
             command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-        losses = [f"{arm.test_loss.mean():.3f} ({_label(arm)})" for arm in (baseline, *rivals)]
+        ranked = sorted(arms, key=lambda arm: arm.test_loss.mean())
+        losses = [f"{arm.test_loss.mean():.3f} ({_label(arm)})" for arm in ranked]
         return [
             f"Test loss with one seed: {', '.join(losses)}.",
             *notes,
@@ -86,8 +89,37 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
         ]
     sentences = [_loss(baseline, arm) for arm in rivals]
     if len(rivals) > 1:
-        sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
+        sentences = [*order, *sentences, f"p is not corrected for {len(rivals)} comparisons."]
     return [*sentences, *notes]
+
+
+def _order(arms: Sequence[pd.DataFrame]) -> list[str]:
+    """The sentence that orders three arms or more by test loss, from the lowest."""
+    first, *others = sorted(arms, key=lambda arm: arm.test_loss.mean())
+    told = [f"{_label(first)} has the lowest test loss, {first.test_loss.mean():.3f}"]
+    for arm in others:
+        test = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(first, TEST_LOSS))
+        difference = arm.test_loss.mean() - first.test_loss.mean()
+        doubt = ", which may be chance" if test is None or not test.significant else ""
+        told.append(f"{_label(arm)} is {difference:.3f} higher{doubt}")
+    return ["; ".join(told) + "."] if len(arms) > 2 else []
+
+
+def _edges(experiment: pd.DataFrame, best: Sequence[pd.DataFrame]) -> list[str]:
+    """Which options of the best arms have the lowest or the highest of the values tried."""
+    sentences = []
+    for arm in best:
+        family = experiment[experiment.family == arm.family.iloc[0]].setup.unique()
+        for option, value in vars(arm.setup.iloc[0]).items():
+            values = (getattr(other, option, None) for other in family)
+            tried = sorted({x for x in values if isinstance(x, float | int)})
+            if len(tried) > 1 and value in (tried[0], tried[-1]):
+                side, beyond = ("lowest", "lower") if value == tried[0] else ("highest", "higher")
+                sentences.append(
+                    f"{option} {value:g} of {_label(arm)} is the {side} of the values tried: the "
+                    f"best may be {beyond}."
+                )
+    return sentences
 
 
 def _states(arms: Sequence[pd.DataFrame]) -> list[str]:

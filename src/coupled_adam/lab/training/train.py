@@ -5,6 +5,7 @@ import ctypes
 import os
 import platform
 import tempfile
+import time
 import warnings
 from typing import Any
 
@@ -62,6 +63,26 @@ def try_out(recipe: Recipe, device: str) -> None:
             f"model.architecture={recipe.model.architecture} cannot be trained with these values "
             f"of model, of which config is {recipe.model.config}: {one_line(error)}"
         ) from None
+
+
+def step_seconds(recipe: Recipe, execution: Execution) -> float:
+    """The time of a training step of the recipe's first arm in this process, of three tried."""
+    variant, training = load_variant(recipe.variant), recipe.training
+    model = variant.build_model(recipe).to(execution.device)  # type: ignore[arg-type]
+    optimizer = variant.build_optimizer(model, recipe, next(iter(recipe.arms.values())))
+    shape = (training.batch_size // world_size(), training.sequence_length + 1)
+    batch = torch.randint(recipe.model.vocab_size, shape, device=execution.device)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        for blocks in batch.split(execution.micro_batch_size or len(batch)):
+            loss = variant.sequence_losses(model, blocks).mean()
+            loss.backward()
+        optimizer.step()
+        loss.item()  # a GPU has done its work
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def train(run: Run, corpus: Corpus, execution: Execution) -> None:

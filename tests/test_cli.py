@@ -229,6 +229,18 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     assert said.isprintable()
 
 
+@pytest.mark.parametrize("option", ["--html", "--explore"])
+@pytest.mark.parametrize("name", ["model.safetensors", "page"])
+def test_a_page_replaces_no_other_file(option, name, tmp_path, capsys):
+    """Also with ``--overwrite``, which is for pages."""
+    np.save(tmp_path / "m.npy", np.eye(5))
+    (tmp_path / name).write_text("mine")
+    line = ["analyze", tmp_path / "m.npy", option, tmp_path / name, "--overwrite"]
+    assert main([*map(str, line)]) == 2
+    assert f"{option} {tmp_path / name} is a page: end its name in .html" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
     [

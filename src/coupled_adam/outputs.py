@@ -42,6 +42,8 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
             f"{name} cannot be written: {place} is no folder to write to",
         )
         require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
+        has_ending = option not in ("html", "explore") or path.suffix in (".html", ".htm")
+        require(has_ending or _is_stream(path), f"{name} is a page: end its name in .html")
         # Two options may name one file in two ways, as by a link.
         other = named.setdefault(resolved(path), option)
         require(other == option, f"--{other} and {name} are the same file: choose two")

@@ -344,6 +344,16 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.parametrize("name", ["COUPLED_ADAM_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_that_cannot_be_written(name, tmp_path, monkeypatch):
+    """It is named, and so is how to choose another."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("COUPLED_ADAM_CACHE", raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "file" / "cache"))
+    with pytest.raises(OSError, match=rf"the cache {tmp_path}.* cannot be written .*_CACHE"):
+        download_word_similarity()
+
+
 def test_download_is_checked_and_kept(served, tmp_path):
     (served / "rw.txt").write_text(FILES["rw.txt"].replace("4.25", "9.25"))
     cache = tmp_path / "cache"

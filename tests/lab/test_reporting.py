@@ -168,6 +168,20 @@ def test_three_arms_are_ordered(recipe):
     assert "SGD, f = 9 is 1.500 higher. A test needs runs with AdamW and with another" in paragraph
 
 
+def test_a_page_of_one_seed_shows_the_command(comparison):
+    """As code; each measure has a meaning of its own, and the caption its line on a telephone."""
+    for run in comparison.glob("*-seed-[23]"):
+        shutil.rmtree(run)
+    (comparison / "comparison.yaml").touch()
+    page = report([comparison], comparison / "report").page.read_text()
+    assert f"<code>coupled-adam compare --seeds 3 --out {comparison} --resume</code>" in page
+    narrow = page[page.index("(max-width: 40rem)") : page.index("</style>")]
+    assert "#results caption { display: block; }" in narrow
+    letters = page[page.index("</table>") : page.index("The small print")]
+    meanings = [entry.partition(": ")[2] for entry in letters.split(">")[-1].split("; ")]
+    assert len({*meanings}) == len(meanings)
+
+
 @pytest.mark.parametrize(
     ("best", "said"),
     [

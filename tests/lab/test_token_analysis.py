@@ -184,6 +184,7 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours", "--neighbours needs tokens, such as"),
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a token of this model"),
         ("gpt2 --neighbours '#999'", "'#999' is not a token of this model"),
+        ("gpt2 --neighbours ' no such'", "' no such' is not a token of this model"),
         ("bare --neighbours king", "'king' cannot be found without a tokenizer: pass one with"),
         ("gpt2 --tokens", "--tokens needs files of token ids"),
         ("gpt2 --token-dtype int64", "--token-dtype int64 is about token files: add --tokens"),

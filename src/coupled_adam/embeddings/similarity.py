@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -126,9 +127,9 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     """Download the word-similarity sets that are missing, and verify them by their SHA-256.
 
     They are downloaded from the public repository of the authors of Coupled Adam, at a fixed
-    commit, and kept in the folder, which is returned; by default one in the user's cache. Please
-    cite the authors of the sets; see :func:`read_word_similarity`. Downloading needs pooch, which
-    the extra ``[analyze]`` installs.
+    commit, and kept in the folder, which is returned; by default one in $COUPLED_ADAM_CACHE or, if
+    that is not set, in the user's cache. Please cite the authors of the sets; see
+    :func:`read_word_similarity`. Downloading needs pooch, which the extra ``[analyze]`` installs.
 
     Raises:
         OSError: if a set cannot be downloaded, or the folder is not writable.
@@ -136,8 +137,17 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     """
     import pooch
 
+    cache = os.environ.get("COUPLED_ADAM_CACHE") or pooch.os_cache("coupled-adam")
+    folder = Path(folder or Path(cache, "word-similarity"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"the cache {folder} cannot be written ({error.strerror}): choose another folder with "
+            "COUPLED_ADAM_CACHE"
+        ) from None
     sets = pooch.create(
-        path=folder or pooch.os_cache("coupled-adam") / "word-similarity",
+        path=folder,
         base_url=_SOURCE,
         registry=_PUBLISHED,  # in which a digest is SHA-256 unless it says otherwise
     )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.geometry import Mask
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,11 +84,11 @@ class Vocabulary:
         ids = f"its id, from '#0' to '#{len(self) - 1}'"
         if not any(self.texts):
             raise UsageError(
-                f"{one_line(token, 50)!r} cannot be found without a tokenizer: pass one with "
+                f"{token[:50]!r} cannot be found without a tokenizer: pass one with "
                 f"--tokenizer, or write {ids}"
             )
         raise UsageError(
-            f"{one_line(token, 50)!r} is not a token of this model: write a token's text, or {ids}"
+            f"{token[:50]!r} is not a token of this model: write a token's text, or {ids}"
         )
 
     @functools.cached_property

@@ -138,7 +138,7 @@ def test_a_state_of_the_other_optimizer():
         optimizer.load_state_dict(own_groups(optimizer, adamw.state))
     adamw.state[model.block[0].bias] = {"momentum_buffer": torch.zeros(H)}
     only_bias = {model.block[0].bias: adamw.state[model.block[0].bias]}
-    with pytest.raises(ValueError, match=r"'block.0.bias' .* it has no exp_avg"):
+    with pytest.raises(ValueError, match=r"'block.0.bias' .* it has no step"):
         optimizer.load_state_dict(own_groups(optimizer, only_bias))
 
 
@@ -222,7 +222,7 @@ def test_torchs_options():
 
 
 def test_an_older_torch(monkeypatch):
-    monkeypatch.setattr("coupled_adam.optim.muon.muon", None)
+    monkeypatch.delattr("torch.optim.Muon")
     with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or later"):
         MuonWithCoupledAdam(decoder())
 
@@ -270,9 +270,9 @@ def test_what_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match=r"cannot load the state"):
         optimizer.load_state_dict(wrong)
     coupled = CoupledAdamW(model)
-    with pytest.raises(ValueError, match=r"group 0 is Muon's in the optimizer, but not in the che"):
+    with pytest.raises(ValueError, match=r"group 0 .*CoupledAdam\(W\) in the che.* torch.Muon in"):
         optimizer.load_state_dict(coupled.state_dict())
-    with pytest.raises(ValueError, match=r"group 0 is Muon's in the checkpoint, but not in the op"):
+    with pytest.raises(ValueError, match=r"group 0 .* torch.Muon in the che.* CoupledAdam\(W\) in"):
         coupled.load_state_dict(before)
     assert not coupled.state
     after = optimizer.state_dict()

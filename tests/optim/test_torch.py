@@ -62,7 +62,8 @@ def test_signature(ours, theirs):
         assert mine[name].kind == parameter.kind, name
     added = {name: p.default for name, p in mine.items() if name not in torchs}
     # A model, or embeddings=, may say all these, and they are None where they are not given.
-    assert added == dict.fromkeys({*OPTIONS, "embeddings", "vocab_size", "steps", "lr_factor"})
+    ours = {*OPTIONS, "vocab_size", "steps", "lr_factor", "core"}
+    assert added == {**dict.fromkeys(ours), "embeddings": "coupled"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
         ours([nn.Parameter(torch.zeros(2, 2))], couple=True)
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from coupled_adam.optim import sharded
+from coupled_adam.optim.core import MUON, is_cores
 from coupled_adam.optim.options import (
     OPTIONS,
     Group,
     complete,
     has_momentum,
     is_lean,
-    is_muons,
 )
 from coupled_adam.optim.row_sparse import count_of, decayed
 from coupled_adam.optim.state import (
@@ -46,7 +46,14 @@ SQUARES = {*SECOND_MOMENTS, ROW_MOMENT}
 _ADAMS, _COUPLEDS = ("step", "exp_avg", "exp_avg_sq"), ("step", "exp_avg_sq")
 _MUONS = ("momentum_buffer",)
 # What our groups have beside options.
-_OWN = ("flat_shards", "sparse", "initial_lr_factor", "lr_factor_from", "initial_beta1")
+_OWN: tuple[str, ...] = (
+    "flat_shards",
+    "sparse",
+    "initial_lr_factor",
+    "lr_factor_from",
+    "initial_beta1",
+)
+_OWN += ("core", "embeds_tokens")
 _MUON_OPTIONS = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 
 
@@ -73,27 +80,31 @@ def adapt(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups)):
-        if is_muons(saved) != is_muons(group):
-            muons, other = "checkpoint", "optimizer"
-            if is_muons(group):
-                muons, other = other, muons
+        if "ns_steps" in saved:  # MuonWithCoupledAdam's, as earlier versions saved it
+            saved.setdefault("core", MUON)
+        if saved.get("core") != group.get("core"):
+            theirs, ours = (x.get("core", "CoupledAdam(W)") for x in (saved, group))
             raise ValueError(
-                f"param group {number} is Muon's in the {muons}, but not in the {other}. Load the "
-                "states of the parameters that both update alike, with the 'param_groups' of "
-                "optimizer.state_dict(): see docs/switching.md"
+                f"param group {number} is updated by {theirs} in the checkpoint, but by {ours} in "
+                "the optimizer. Load the states of the parameters that both update alike, with the "
+                "'param_groups' of optimizer.state_dict(): see docs/switching.md"
             )
-        if "betas" not in saved:
+        if is_cores(group):  # of any options, which it checks itself
+            saved |= {name: group[name] for name in group.keys() - saved.keys()}
+        elif "betas" not in saved:
             raise ValueError(
                 f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict "
                 "drops options if the checkpoint's groups differ from the optimizer's. Pass it the "
                 "checkpoint's 'state' together with the 'param_groups' of "
                 "get_optimizer_state_dict(model, optimizer)"
             )
-        saved.pop("flat_shards", None)  # which are not saved, only that there are some
-        complete(saved, group)
+        else:
+            saved.pop("flat_shards", None)  # which are not saved, only that there are some
+            complete(saved, group)
         # The checks and conversions need the parameters, where a checkpoint has their numbers.
         loaded = {**saved, "params": group["params"]}
-        check_group(loaded)
+        if not is_cores(group):
+            check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
             if state.get(key):  # what has never had a gradient has none
                 state[key], second_moments = _adapted(loaded, index, state[key])
@@ -142,6 +153,8 @@ def _warn_of_changes(groups: list[Group], saved_groups: list[Group]) -> None:
     """Warn of options in a checkpoint that make the optimizer another one."""
     changes = []
     for number, (group, saved) in enumerate(zip(groups, saved_groups)):
+        if is_cores(group):
+            continue
         names = [
             name for name in ("coupled", "row_exponent", "zero_sum") if saved[name] != group[name]
         ]
@@ -166,11 +179,16 @@ def _adapted(group: Group, index: int, state: State) -> tuple[State, State]:
     """A loaded state as its group needs it, and its second moments again, if it is coupled."""
     p = group["params"][index]
     try:
+        if is_cores(group):
+            if group["core"] == MUON:
+                _check_names(state, _MUONS)
+                _check_shapes(state, dict.fromkeys(_MUONS, p.shape))
+            return state, {}
         _check_entries(state, p)
         if group["coupled"]:
             return _adapted_to_coupled(group, p, state)
-        _check_names(state, _MUONS if is_muons(group) else _ADAMS)
-        _check_shapes(state, dict.fromkeys(("exp_avg", *SECOND_MOMENTS, *_MUONS), p.shape))
+        _check_names(state, _ADAMS)
+        _check_shapes(state, dict.fromkeys(("exp_avg", *SECOND_MOMENTS), p.shape))
     except ValueError as error:
         message = f"cannot load the state of {describe(group, index)}: {error}"
         raise ValueError(message) from None
@@ -342,7 +360,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu).
     ``second_moment_scale`` is lost. Without momentum the first moment is filled with zeros. A state
     without ``exp_avg`` and ``row_exp_avg_sq``, which does not say how many rows there are, is left
-    out, and so is Muon's: Adam begins these matrices anew.
+    out, and so is that of a core, such as Muon's: Adam begins these parameters anew.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
@@ -365,7 +383,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
-            if is_muons(group):
+            if is_cores(group):
                 state.pop(key, None)
         # torch.optim.Adam would keep options that it does not know, and save them again.
         left_out = {*OPTIONS, *_OWN, *_MUON_OPTIONS}

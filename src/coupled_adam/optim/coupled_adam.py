@@ -10,15 +10,19 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from typing_extensions import Unpack
 
+from coupled_adam.optim import core as cores
 from coupled_adam.optim import flat, kernels, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt, check_structure
+from coupled_adam.optim.core import Core, is_cores
 from coupled_adam.optim.growth import follow
 from coupled_adam.optim.matrix import CoupledMatrix
 from coupled_adam.optim.options import (
     OPTIONS,
+    Group,
     as_pair,
     check_options,
     complete,
+    embeds_tokens,
     refuse_unknown,
     warn_of_lost_factor,
     warn_of_more_steps,
@@ -103,6 +107,11 @@ class CoupledAdam(torch.optim.Adam):
             ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
             that is loaded keeps its own.
         lr_factor: not an argument; accepted to raise a helpful error.
+        core: a function that makes another optimizer of param groups, which then updates all
+            parameters but the token embeddings, as in ``core=lambda groups: AdamW8bit(groups,
+            lr=6e-4, weight_decay=0.1)``. The groups have the options that are given for them, such
+            as no weight decay for biases; the arguments above are those of the embeddings alone.
+            The two are one optimizer to everything outside.
         groups: further arguments of :func:`coupled_adam.param_groups`, for a model.
 
     Raises:
@@ -118,6 +127,9 @@ class CoupledAdam(torch.optim.Adam):
     _coupling_defaults: Mapping[str, Any] = OPTIONS
 
     _beside_muon = False  # LEAN's rate depends on it
+
+    core: torch.optim.Optimizer | None = None
+    """What updates the groups that have an option ``core``."""
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -146,10 +158,11 @@ class CoupledAdam(torch.optim.Adam):
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
         stochastic_rounding: bool | None = None,
-        embeddings: Embeddings | None = None,
+        embeddings: Embeddings | None = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         lr_factor: None = None,
+        core: Core | None = None,
         **groups: Unpack[GroupOptions],
     ) -> None:
         arguments = dict(locals())
@@ -163,12 +176,15 @@ class CoupledAdam(torch.optim.Adam):
         refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
         given: Any = params
         if is_model := isinstance(params, Module) and not isinstance(params, ParameterList):
-            given = param_groups(
-                params, embeddings or "coupled", vocab_size=vocab_size, steps=steps, **groups
-            )
+            if embeddings is None:
+                raise ValueError(
+                    "embeddings=None does not say how the embeddings are updated: write "
+                    "embeddings='adamw' for AdamW with a rate and betas of their own, or 'coupled'"
+                )
+            given = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
         elif groups:
             raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
-        elif vocab_size is None and (embeddings is not None or steps is not None):
+        elif vocab_size is None and (embeddings not in (None, "coupled") or steps is not None):
             option = f"{embeddings=}" if steps is None else f"{steps=}"
             raise ValueError(
                 f"{option} says how embedding matrices are updated, but not which parameters they "
@@ -188,6 +204,15 @@ class CoupledAdam(torch.optim.Adam):
         knows_matrices = is_grouped or vocab_size is not None
         group_options = given[-1] if is_grouped and given else coupled_options
         _refuse_what_groups_set(coupling, group_options, knows_matrices)
+        # What each group says itself; a factor becomes a rate.
+        said: list[set[str]] = []
+        if isinstance(given, list | tuple) and all(isinstance(group, dict) for group in given):
+            said = [{*group, *(["lr"] * ("lr_factor" in group))} for group in given]
+        if core is not None and not (said and (is_model or vocab_size is None)):
+            raise ValueError(
+                "core= needs the model instead of parameters, or param groups that say which are "
+                "coupled, as those of param_groups(model, 'lean', steps=...)"
+            )
         # 3. The optimizer, whose constructor calls add_param_group
         self._warned, self._checked = set[str](), dict[int, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
@@ -212,12 +237,19 @@ class CoupledAdam(torch.optim.Adam):
             self.param_groups = couple_by_size(self.param_groups, vocab_size, coupled_options)
             for group in self.param_groups:
                 check_group(group)
-        # param_groups has said why it has coupled nothing.
-        if (
-            not is_grouped
-            and vocab_size is None
-            and not any(g["coupled"] for g in self.param_groups)
-        ):
+        # 4. The core, of the other groups as they were given, without what completed them
+        if core is not None:
+            bare = [
+                {name: group[name] for name in group if name in names}
+                for group, names in zip(self.param_groups, said)
+                if not embeds_tokens(group)
+            ]
+            own = [group for group in self.param_groups if embeds_tokens(group)]
+            self.param_groups = [*self._set_core(core, bare), *own]
+        # Groups that say it themselves are meant so, and param_groups has said why.
+        says_itself = bool(said) and all("coupled" in names for names in said)
+        is_coupled = any(group["coupled"] for group in self.param_groups)
+        if not (says_itself or is_coupled) and vocab_size is None:
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
@@ -225,10 +257,22 @@ class CoupledAdam(torch.optim.Adam):
                 "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
 
+    def _set_core(self, core: Core, groups: list[Group]) -> list[Group]:
+        """Let the core update some groups, and return what it has made of them."""
+        self.core = cores.build(core, groups, self.defaults["lr"])
+        self._step_supports_amp_scaling = False  # the core may not unscale in its step
+        return self.core.param_groups
+
+    def _lend(self) -> torch.optim.Optimizer:
+        """The core, with its groups and states of now; there must be one."""
+        assert self.core is not None
+        return cores.lend(self.core, self.param_groups, self.state)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch. A group that fails the checks is not added.
 
-        Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
+        Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``. If
+        there is a core, it has no part in the group.
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
         if isinstance(param_group, dict):  # torch refuses anything else
@@ -246,9 +290,25 @@ class CoupledAdam(torch.optim.Adam):
         """Complete the groups that come from elsewhere: assigned, appended, or of AdamW."""
         # In every step, as nothing tells when a group is assigned; it compares keys alone.
         for group in self.param_groups:
-            if not group.keys() >= self.defaults.keys():
+            if not is_cores(group) and not group.keys() >= self.defaults.keys():
                 complete(group, self.defaults)
                 check_group(group)
+
+    def train(self) -> None:
+        """Pass on to the core what a schedule-free one needs before it trains."""
+        self._switch_core("train")
+
+    def eval(self) -> None:
+        """Pass on to the core what a schedule-free one needs before the model is used or saved."""
+        self._switch_core("eval")
+
+    def _switch_core(self, mode: str) -> None:
+        if hasattr(self.core, mode):
+            getattr(self._lend(), mode)()
+
+    def _own_groups(self) -> list[Group]:
+        """The groups that no core updates."""
+        return [group for group in self.param_groups if not is_cores(group)]
 
     def follow(self, model: Module) -> None:
         """Update the parameters that a model has now, in the place of those of the same names.
@@ -275,8 +335,10 @@ class CoupledAdam(torch.optim.Adam):
         checkpoint into it. Existing states, parameters and gradients are not changed.
         """
         self._complete_groups()
+        if self.core is not None:
+            cores.init_state(self._lend())
         # torch makes states only for parameters with gradients, and so does _init_group.
-        for group in self.param_groups:
+        for group in self._own_groups():
             without_grad = [p for p in group["params"] if p.requires_grad and p.grad is None]
             try:
                 for p in without_grad:
@@ -346,7 +408,9 @@ class CoupledAdam(torch.optim.Adam):
             self._warned.add("steps")
         # 2. The tensors; whatever is refused is refused before anything has been changed
         coupled, uncoupled = self._collect()
-        # 3. The updates; torch's part first, which may refuse something, too
+        # 3. The updates; those of others first, which may refuse something, too
+        if self.core is not None:
+            self._lend().step()
         for group, tensors, has_complex in uncoupled:
             self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
         update(coupled, unscale, found_inf)
@@ -365,7 +429,7 @@ class CoupledAdam(torch.optim.Adam):
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         is_compiling = torch.compiler.is_compiling()
         # Coupled groups first: what they refuse, they refuse before torch makes a state.
-        for group in sorted(self.param_groups, key=lambda group: not group["coupled"]):
+        for group in sorted(self._own_groups(), key=lambda group: not group["coupled"]):
             tensors: Tensors = ([], [], [], [], [], [])
             if is_compiling or not group["coupled"]:
                 has_complex = self._init_group(group, *tensors)
@@ -425,19 +489,44 @@ class CoupledAdam(torch.optim.Adam):
             **{name: group[name] for name in _ADAM_OPTIONS},
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state that pickle and copy use: torch's, and the core."""
+        state: dict[str, Any] = super().__getstate__()
+        return state if self.core is None else {**state, "core": cores.pickled(self.core)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state that pickle and copy use."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        """Take what ``__getstate__`` has returned, or parts of it."""
+        if "core" in state:
+            state = {**state, "core": cores.unpickled(*state["core"])}
+        # torch's Adam looks for what is its own in all groups that it gets.
+        groups = state["param_groups"]
+        own = {"param_groups": [group for group in groups if not is_cores(group)]}
+        super().__setstate__({**state, **own})  # type: ignore[no-untyped-call]
+        self.param_groups = groups
         self.defaults = {**self._coupling_defaults, **self.defaults}
         self._warned, self._checked = set[str](), dict[int, Any]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
+        """Return the state and the groups, as in torch; of ``flat_shards`` only that there are.
+
+        The core's states are as its own ``state_dict`` has them.
+        """
         self._complete_groups()
-        saved: dict[str, Any] = super().state_dict()
-        if any(group.get("flat_shards") for group in self.param_groups):
-            for group in saved["param_groups"]:  # process groups cannot be saved
-                group["flat_shards"] = bool(group.get("flat_shards"))
+
+        def as_saved(_: Any, saved: dict[str, Any]) -> None:
+            if self.core is not None:
+                keys = [k for g in saved["param_groups"] if is_cores(g) for k in g["params"]]
+                states = cores.lend_own_state(self._lend()).state_dict()["state"]
+                saved["state"] |= {keys[i]: states[i] for i in states}
+            if any(group.get("flat_shards") for group in self.param_groups):
+                for group in saved["param_groups"]:  # process groups cannot be saved
+                    group["flat_shards"] = bool(group.get("flat_shards"))
+
+        hook = self.register_state_dict_post_hook(as_saved, prepend=True)
+        try:
+            saved: dict[str, Any] = super().state_dict()
+        finally:
+            hook.remove()
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -467,11 +556,16 @@ class CoupledAdam(torch.optim.Adam):
         moments: dict[Tensor, dict[str, Tensor]] = {}
 
         def before(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
-            adapted, second_moments = self._adapt(saved)
+            adapted, second_moments = adapt(self.param_groups, saved)
             moments.update(second_moments)
-            return adapted
+            # torch's load would cast the core's states, so it loads them itself, and torch the rest
+            return adapted if self.core is None else cores.load(self._lend(), adapted)
 
         def after(_: Any) -> None:
+            if self.core is not None:
+                loaded = iter(self.core.param_groups)
+                self.param_groups = [next(loaded) if is_cores(g) else g for g in self.param_groups]
+                self.state.update(self.core.state)
             for p, second_moments in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
@@ -492,12 +586,6 @@ class CoupledAdam(torch.optim.Adam):
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _adapt(
-        self, saved: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
-        """Convert a checkpoint, as :func:`coupled_adam.optim.conversion.adapt` does."""
-        return adapt(self.param_groups, saved)
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
@@ -541,10 +629,11 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
         stochastic_rounding: bool | None = None,
-        embeddings: Embeddings | None = None,
+        embeddings: Embeddings | None = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         lr_factor: None = None,
+        core: Core | None = None,
         **groups: Unpack[GroupOptions],
     ) -> None:
         options = {name: x for name, x in locals().items() if name not in ("self", "__class__")}

@@ -23,6 +23,12 @@ is chosen by ``steps=``, the number of optimizer steps of the training (:func:`l
 is 2 without it; ``embeddings=LEAN | {"lr_factor": 4}`` sets it.
 """
 
+ADAMW: dict[str, Any] = {"coupled": False, "betas": (0.0, 0.999), "lr_factor": None}
+"""AdamW with a rate and betas of their own for the embeddings: ``embeddings="adamw"``.
+
+It is what to compare LEAN with, and takes the same ``lr_factor``, by ``steps=`` or without it.
+"""
+
 
 def lean_lr_factor(steps: int, *, beside_muon: bool = False) -> float:
     """LEAN's learning rate in a training of so many steps, relative to the other parameters'.

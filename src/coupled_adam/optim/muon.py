@@ -1,6 +1,5 @@
 """Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from coupled_adam.optim.conversion import State
-from coupled_adam.optim.coupled_adam import CoupledAdamW, Tensors
+from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.named_parameters import Parameters, resolve
-from coupled_adam.optim.options import Group, check_options, is_muons, refuse_unknown
+from coupled_adam.optim.options import check_options, embeds_tokens, refuse_unknown
 from coupled_adam.optim.param_groups import (
     GROUP_OPTIONS,
     Embeddings,
@@ -22,12 +20,6 @@ from coupled_adam.optim.param_groups import (
     split,
 )
 from coupled_adam.optim.roles import Role, role_of
-from coupled_adam.optim.state import describe
-
-try:
-    from torch.optim._muon import muon
-except ImportError:  # before torch 2.9
-    muon = None  # type: ignore[assignment]
 
 
 class MuonWithCoupledAdam(CoupledAdamW):
@@ -100,7 +92,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         adamw: Parameters = (),
         **groups: Unpack[GroupOptions],
     ) -> None:
-        if muon is None:
+        if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(
                 "MuonWithCoupledAdam needs torch 2.9 or later, for torch.optim.Muon, and this is "
                 f"torch {torch.__version__}"
@@ -112,7 +104,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
             )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
         # 1. The options
-        options: dict[str, Any] = {
+        options: Any = {
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_coefficients": ns_coefficients,
@@ -147,26 +139,23 @@ class MuonWithCoupledAdam(CoupledAdamW):
         def is_for_muon(_: str, p: Tensor) -> bool:
             return roles[p] == "matrix" and p not in others
 
-        # 3. Muon's part of each group in a group of its own, before the rest
+        # 3. Muon, of its part of each group, which comes before the rest
         split_groups = []
         for group in self.param_groups:
-            by_muon = {False: group} if group["coupled"] else split(group, is_for_muon)
+            by_muon = {False: group} if embeds_tokens(group) else split(group, is_for_muon)
             if hidden := by_muon.get(True):
                 # Exactly lr where no other rate was asked for: x * lr / x may be another number.
                 rate = lr if hidden["lr"] == self._adam_lr else hidden["lr"] * lr / self._adam_lr
-                # Its constructor checks the options, and knows which there are.
-                (muon_options,) = torch.optim.Muon(
-                    hidden["params"], rate, hidden["weight_decay"], eps=ns_eps, **options
-                ).param_groups
-                split_groups.append({**hidden, **muon_options})
+                split_groups.append((True, {**hidden, "lr": rate, "eps": ns_eps}))
             if rest := by_muon.get(False):
-                split_groups.append(rest)
-        if not any(map(is_muons, split_groups)):
+                split_groups.append((False, rest))
+        of_muon = [group for is_muons, group in split_groups if is_muons]
+        if not of_muon:
             raise ValueError(f"there is no matrix for Muon beside the embeddings and {adamw=}")
-        self.param_groups = split_groups
+        muons = iter(self._set_core(lambda groups: torch.optim.Muon(groups, **options), of_muon))
+        self.param_groups = [next(muons) if is_muons else g for is_muons, g in split_groups]
         # Schedules of transformers take the rate that is logged, the first group's, for this one.
         self.defaults["lr"] = lr
-        self._step_supports_amp_scaling = False  # Muon has no fused kernel that unscales
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, complete, and the rate of new groups."""
@@ -180,71 +169,6 @@ class MuonWithCoupledAdam(CoupledAdamW):
             super().add_param_group(param_group)
         finally:
             self.defaults["lr"] = lr
-
-    def _init_group(
-        self,
-        group: Group,
-        params_with_grad: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-    ) -> bool:
-        # The momentum goes in the place of Adam's first moment; the second moments stay empty.
-        if not is_muons(group):
-            return super()._init_group(
-                group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-            )
-        for index, p in enumerate(group["params"]):
-            if p.grad is None:
-                continue
-            if p.dim() != 2 or p.is_complex() or p.grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"Muon cannot update {describe(group, index)}, {p.dtype}: it needs a real "
-                    "matrix with a dense gradient. Name others in adamw="
-                )
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.tensor(0.0, device="cpu")  # which torch's Adam asks for
-                state["momentum_buffer"] = torch.zeros_like(
-                    p.grad, memory_format=torch.preserve_format
-                )
-            params_with_grad.append(p)
-            grads.append(p.grad)
-            exp_avgs.append(state["momentum_buffer"])
-            state_steps.append(state["step"])
-        return False
-
-    def _update_uncoupled(
-        self,
-        group: Group,
-        tensors: Tensors,
-        has_complex: bool,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        if not is_muons(group):
-            super()._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
-            return
-        params, grads, momentum_buffers, _, _, steps = tensors
-        for step in steps:
-            step += 1
-        names = inspect.signature(torch.optim.Muon).parameters.keys() - {"params"}
-        muon(
-            params,
-            grads,
-            momentum_buffers,
-            has_complex=has_complex,
-            **{name: group[name] for name in names},
-        )
-
-    def _adapt(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, State]]:
-        state = {  # torch's Muon has no step
-            key: {"step": torch.tensor(0.0), **value} if "momentum_buffer" in value else value
-            for key, value in saved["state"].items()
-        }
-        return super()._adapt({**saved, "state": state})
 
 
 def _check_newton_schulz(

@@ -174,10 +174,9 @@ def is_lean(group: Group) -> bool:
     return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
 
 
-def is_muons(group: Group) -> bool:
-    """Whether a group is one that Muon updates, in :class:`coupled_adam.MuonWithCoupledAdam`."""
-    # By an option, since groups are copied, saved and loaded, but keep their options.
-    return "ns_steps" in group
+def embeds_tokens(group: Group) -> bool:
+    """Whether a group is one of token embeddings, coupled or not."""
+    return group["coupled"] or "embeds_tokens" in group
 
 
 def warn_of_momentum(group: Group) -> None:

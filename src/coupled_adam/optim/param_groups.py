@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # which torch depends on
 
 from coupled_adam.optim.embedding_search import matrices_of_size
 from coupled_adam.optim.find_embeddings import Couple, find_embeddings
-from coupled_adam.optim.lean import LEAN, LEAN_LR_FACTOR, lean_lr_factor
+from coupled_adam.optim.lean import ADAMW, LEAN, LEAN_LR_FACTOR, lean_lr_factor
 from coupled_adam.optim.model_matrix import ModelMatrix, listed
 from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
 from coupled_adam.optim.options import (
@@ -25,7 +25,7 @@ from coupled_adam.optim.roles import DECAYING, Role, roles_of
 from coupled_adam.optim.state import sparse_problem
 from coupled_adam.optim.warn import warn
 
-Embeddings = Literal["coupled", "lean"] | Mapping[str, Any]
+Embeddings = Literal["coupled", "lean", "adamw"] | Mapping[str, Any]
 
 # What a group may leave to the optimizer, for checks before there is one.
 _COMPLETE: dict[str, Any] = {
@@ -33,9 +33,9 @@ _COMPLETE: dict[str, Any] = {
     **dict.fromkeys(("differentiable", "capturable"), False),
     "betas": (0.9, 0.999),
 }
-_NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
-# What embeddings= may set. Not coupled and vocab_dim, which the search for the matrices sets.
-_OPTIONS = {"lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
+_NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN, "adamw": ADAMW}
+# What embeddings= may set. Not vocab_dim, which the search for the matrices sets.
+_OPTIONS = {"coupled", "lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
 _OPTIONS |= {"row_exponent", "zero_sum", "stochastic_rounding"}
 
 
@@ -105,14 +105,15 @@ def param_groups(
     Args:
         model: any module, also on the meta device.
         embeddings: how the coupled matrices are updated. ``"coupled"`` is the algorithm of the
-            paper and ``"lean"`` is :data:`coupled_adam.LEAN`. A mapping has options of the coupled
-            matrices alone, instead of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
+            paper, ``"lean"`` is :data:`coupled_adam.LEAN`, and ``"adamw"`` couples nothing: it is
+            AdamW with betas 0, 0.999 and the rate of LEAN. A mapping has options of these matrices
+            alone, instead of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
             the optimizer's learning rate; schedulers keep the ratio), ``betas``, ``eps``,
-            ``weight_decay``, ``second_moment_scale``, ``row_exponent``, ``zero_sum`` and
-            ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
-        steps: the number of optimizer steps of the whole training, from which LEAN's ``lr_factor``
-            follows (:func:`lean_lr_factor`). It is for training from scratch: finetuning wants
-            other factors.
+            ``weight_decay``, ``coupled``, ``second_moment_scale``, ``row_exponent``, ``zero_sum``
+            and ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
+        steps: the number of optimizer steps of the whole training, from which the ``lr_factor`` of
+            ``"lean"`` and ``"adamw"`` follows (:func:`lean_lr_factor`). It is for training from
+            scratch: finetuning wants other factors.
         beside_muon: whether Muon updates the hidden matrices; ``steps`` chooses a lower rate then.
         head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
             coupled or not, instead of ``lr`` and ``lr_factor``.
@@ -221,7 +222,7 @@ def param_groups(
         group: Group = {"params": [], "param_names": [], "coupled": p in embedding_of}
         if embedding := embedding_of.get(p):
             decay = coupled_decay
-            group |= {**options, "vocab_dim": embedding.vocab_dim}
+            group |= {"vocab_dim": embedding.vocab_dim, **options}
             if embedding.has_sparse_gradients:  # what would move all rows is left out
                 decay = 0.0
                 group |= {"zero_sum": False, "weight_decay": decay, "sparse": True}
@@ -242,7 +243,7 @@ def param_groups(
         # that frameworks log is the first group's, which should be the optimizer's own.
         is_sparse = "sparse" in group
         key = (
-            *(group["coupled"], has_head_lr, is_sparse, group.get("vocab_dim", 0)),
+            *(p in embedding_of, has_head_lr, is_sparse, group.get("vocab_dim", 0)),
             *(role not in DECAYING, decay or 0.0),
         )
         group = groups.setdefault(key, group)
@@ -274,6 +275,8 @@ def embedding_options(
     refuse_unknown(named, _OPTIONS, f"embeddings={dict(named)}", ValueError)
     options = dict(named)
     check_options(options, " in embeddings=")
+    if is_adamw := options.get("coupled") is False:
+        options["embeds_tokens"] = True  # which nothing else in the group says
     factor = options.pop("lr_factor", 1.0)  # None: LEAN's own
     if factor is not None and named.keys() >= {"lr", "lr_factor"}:
         raise ValueError(f"embeddings={dict(named)}: leave out one of lr and lr_factor")
@@ -285,10 +288,10 @@ def embedding_options(
                 f"steps={steps} says the embeddings' learning rate, and so does "
                 f"embeddings={dict(named)}: leave out one of them"
             )
-        if not (options.get("row_exponent") or options.get("zero_sum")):
+        if not (is_adamw or options.get("row_exponent") or options.get("zero_sum")):
             raise ValueError(
-                f"steps={steps} is for embeddings='lean': no rule for the learning rate of "
-                f"embeddings={embeddings!r} is known (docs/study/rate.md). Leave out steps="
+                f"steps={steps} is for embeddings='lean' and 'adamw': no rule for the learning "
+                f"rate of embeddings={embeddings!r} is known (docs/study/rate.md). Leave out steps="
             )
         source = f"steps={int(steps)}" + " beside Muon" * beside_muon
         options |= {"lr_factor": by_steps, "lr_factor_from": source}
@@ -355,7 +358,7 @@ def couple_by_size(
             if dim >= 0:
                 # Without a rate, so that complete() takes options' lr, or lr_factor times group's.
                 del subgroup["lr"]
-                subgroup |= {**options, "coupled": True, "vocab_dim": dim}
+                subgroup |= {"coupled": True, "vocab_dim": dim, **options}
                 complete(subgroup, group)
             result.append(subgroup)
     return result

@@ -1,0 +1,378 @@
+"""Another optimizer beside Coupled Adam, ``core=``: two optimizers' updates, one optimizer.
+
+The same file is the program of each rank.
+"""
+
+import copy
+import functools
+import pickle
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import decoders
+from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
+from decoders import assert_same_parameters
+from processes import run_cases, run_on_ranks
+
+V, H = 12, 8
+
+
+class OneByte(torch.optim.Optimizer):
+    """Sign descent on a momentum of one byte an element, as 8-bit optimizers keep and load it."""
+
+    def __init__(self, params, lr, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.levels = 100.0  # which torch's way to pickle an optimizer loses
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["sign"] = torch.full_like(p, 100, dtype=torch.uint8)
+                    state["scale"] = torch.zeros((), dtype=torch.float64)
+                state["scale"].add_(1e-12)
+                momentum = 0.9 * (state["sign"] / self.levels - 1) + 0.1 * p.grad.sign()
+                state["sign"].copy_((momentum + 1) * self.levels)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * momentum.sign())
+
+    def state_dict(self):
+        saved = super().state_dict()
+        return {**saved, "state": {k: {"packed": dict(s)} for k, s in saved["state"].items()}}
+
+    def load_state_dict(self, saved):
+        super().load_state_dict({**saved, "state": {}})
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for key, p in zip(keys, params, strict=True):
+            if key in saved["state"]:
+                self.state[p] = copy.deepcopy(saved["state"][key]["packed"])
+
+
+CORES = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, centered=True),
+    "OneByte": functools.partial(OneByte, lr=1e-2),
+}
+every_core = pytest.mark.parametrize("core", CORES.values(), ids=CORES)
+
+
+def decoder(tied=False, dtype=torch.float32):
+    return decoders.decoder(tied, V, H).to(dtype)
+
+
+def loss_of(model, step):
+    ids = torch.randint(0, V, (8, 5), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def train(model, optimizers, steps, schedulers=()):
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def beside(model, core, **options):
+    return CoupledAdamW(model, lr=1e-3, embeddings=LEAN | {"lr_factor": 4}, core=core, **options)
+
+
+def assert_same_state(optimizer, other):
+    a, b = optimizer.state_dict(), other.state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=0)
+
+
+@every_core
+def test_it_is_two_optimizers(core):
+    """Bit for bit, with clipping and a schedule for all; what does not decay does not."""
+    model, other = decoder(), decoder()
+    optimizer = beside(model, core)
+    groups = param_groups(other, LEAN | {"lr_factor": 4})
+    both = [
+        core([group for group in groups if not group["coupled"]]),
+        CoupledAdamW([group for group in groups if group["coupled"]], lr=1e-3),
+    ]
+
+    def schedule(o):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(o, 12)
+
+    train(model, optimizer, range(8), [schedule(optimizer)])
+    train(other, both, range(8), [schedule(o) for o in both])
+    assert_same_parameters(model, other)
+    assert [g["lr"] for g in optimizer.param_groups] == [
+        g["lr"] for o in both for g in o.param_groups
+    ]
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert optimizer.core.param_groups[0] is optimizer.param_groups[0]
+    assert optimizer.param_groups[1]["weight_decay"] == 0  # of biases and norms
+
+
+@every_core
+@pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
+def test_saved_in_the_middle(core, through, tmp_path):
+    """It goes on to the bit, in bfloat16 too; the core's states are as the core has them."""
+    whole, cut = (decoder(True, torch.bfloat16) for _ in range(2))
+    optimizer = beside(whole, core)
+    train(whole, optimizer, range(6))
+    resumed = beside(cut, core)
+    train(cut, resumed, range(3))
+    if through == "state_dict":
+        torch.save(resumed.state_dict(), tmp_path / "optimizer.pt")
+        resumed = beside(cut, core)
+        resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    else:
+        copied = (lambda pair: pickle.loads(pickle.dumps(pair))) if through == "pickle" else None
+        cut, resumed = (copied or copy.deepcopy)((cut, resumed))
+    train(cut, resumed, range(3, 6))
+    assert_same_parameters(whole, cut)
+    assert_same_state(optimizer, resumed)
+    if isinstance(optimizer.core, OneByte):
+        state = optimizer.state[whole.block[0].weight]
+        assert (state["sign"].dtype, state["scale"].dtype) == (torch.uint8, torch.float64)
+
+
+def test_what_replaces_groups_and_states():
+    """Loops and wrappers assign both; the core follows."""
+    model, other = decoder(), decoder()
+    optimizers = [beside(m, CORES["SGD"]) for m in (model, other)]
+    for m, optimizer in zip((model, other), optimizers):
+        train(m, optimizer, range(2))
+    optimizers[0].param_groups = [dict(group) for group in optimizers[0].param_groups]
+    optimizers[0].state = copy.copy(optimizers[0].state)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    for m, optimizer in zip((model, other), optimizers):
+        train(m, optimizer, range(2, 4))
+    assert_same_parameters(model, other)
+
+
+def test_grad_scaler_closures_and_hooks():
+    """An overflow skips both; a closure is called once, and so is a hook."""
+    model, other = decoder(), decoder()
+    optimizer = beside(model, CORES["AdamW"], fused=True)
+    scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1:
+            model.block[0].weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == ["step", "step"]
+    plain = beside(other, CORES["AdamW"], fused=True)
+
+    def closure():
+        seen.append("closure")
+        plain.zero_grad()
+        loss = loss_of(other, step)
+        loss.backward()
+        return loss
+
+    step = 0
+    assert plain.step(closure) > 0
+    step = 2
+    assert plain.step(closure) > 0
+    assert seen == ["step", "step", "closure", "closure"]
+    assert_same_parameters(model, other)
+
+
+def test_hooks_see_the_states_as_they_are_saved():
+    model = decoder()
+    optimizer = beside(model, CORES["OneByte"])
+    train(model, optimizer, range(1))
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(saved["state"][0]))
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: seen.append(saved["state"][0]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [[*state] for state in seen] == [["packed"], ["packed"]]
+
+
+@every_core
+def test_states_before_the_first_step(core):
+    """They are there, nothing else has changed, and a training begins as it does without them."""
+    model, other = decoder(), decoder()
+    optimizer, plain = beside(model, core), beside(other, core)
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    optimizer.init_state()
+    assert {*optimizer.state} == {*model.parameters()}
+    assert optimizer.state_dict()["param_groups"] == groups
+    assert_same_parameters(model, other)
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.init_state()
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    if core is not CORES["OneByte"]:  # which counts
+        train(other, plain, range(2))
+        assert_same_parameters(model, other)
+
+
+def test_train_and_eval_reach_the_core():
+    class Switching(torch.optim.SGD):
+        mode = None
+
+        def train(self):
+            self.mode = "train"
+
+        def eval(self):
+            self.mode = "eval"
+
+    optimizer = beside(decoder(), lambda groups: Switching(groups, lr=0.1))
+    optimizer.train()
+    assert optimizer.core.mode == "train"
+    optimizer.eval()
+    assert optimizer.core.mode == "eval"
+    for plain in (CoupledAdamW(decoder()), beside(decoder(), CORES["SGD"])):
+        plain.train()
+        plain.eval()
+
+
+def test_nothing_to_couple_and_groups_added_later():
+    """A frozen table leaves all to the core; a group that is added has AdamW."""
+    model = decoder(tied=True)
+    model.embed.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="frozen"):
+        optimizer = beside(model, CORES["SGD"])
+    assert all("core" in group for group in optimizer.param_groups)
+    extra = nn.Parameter(torch.ones(4, 4))
+    optimizer.add_param_group({"params": [("extra", extra)], "weight_decay": 0.0})
+    extra.grad = torch.ones_like(extra)
+    train(model, optimizer, [0])
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    assert {*optimizer.state[extra]} == {"step", "exp_avg", "exp_avg_sq"}
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("first", model.block[0].weight)]})
+
+
+def test_back_to_adamw():
+    """The embeddings' state is converted; AdamW begins the others anew."""
+    model = decoder()
+    optimizer = beside(model, CORES["SGD"])
+    train(model, optimizer, range(2))
+    converted = to_adam_state_dict(optimizer.state_dict())
+    adamw = torch.optim.AdamW([{"params": g["params"]} for g in optimizer.param_groups])
+    adamw.load_state_dict(
+        {"state": converted["state"], "param_groups": adamw.state_dict()["param_groups"]}
+    )
+    assert {*adamw.state} == {model.embed.weight, model.head.weight}
+    assert not any("core" in group for group in converted["param_groups"])
+    train(model, adamw, [2])
+
+
+def checkpoints_that_do_not_fit():
+    model = decoder()
+    optimizer = beside(model, CORES["SGD"])
+    train(model, optimizer, range(2))
+    saved = optimizer.state_dict()
+    adafactor, plain = beside(decoder(), CORES["Adafactor"]), CoupledAdamW(decoder())
+    wrong = copy.deepcopy(saved)
+    wrong["state"][wrong["param_groups"][-1]["params"][0]]["exp_avg_sq"] = torch.zeros(3)
+    return {
+        "another core": (adafactor, saved, r"by torch.SGD in the .* by torch.Adafactor in the opt"),
+        "none here": (plain, saved, r"torch.SGD in the checkpoint, but by CoupledAdam\(W\)"),
+        "none there": (optimizer, plain.state_dict(), r"CoupledAdam\(W\) in the .* by torch.SGD"),
+        "a damaged state": (optimizer, wrong, "cannot load the state"),
+    }
+
+
+@pytest.mark.parametrize("name", ["another core", "none here", "none there", "a damaged state"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(name):
+    optimizer, saved, message = checkpoints_that_do_not_fit()[name]
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    optimizer.step()
+
+
+ELSEWHERE = nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("core", "error", "message"),
+    [
+        (torch.optim.SGD, TypeError, r"core=lambda groups: SGD\(groups, lr=0.001\)"),
+        (torch.optim.SGD([ELSEWHERE]), TypeError, r"core=SGD must be a function of param groups"),
+        (lambda _: None, TypeError, "core= made a NoneType, which is no torch Optimizer"),
+        (lambda _: torch.optim.SGD([ELSEWHERE]), ValueError, "other parameters .* of 1, 0 of whi"),
+        (lambda groups: torch.optim.SGD(groups[:1]), ValueError, "of 2, 2 of which .* the 6 in"),
+        (lambda g: torch.optim.LBFGS(p for x in g for p in x["params"]), ValueError, "a closure"),
+    ],
+)
+def test_errors(core, error, message):
+    with pytest.raises(error, match=message):
+        CoupledAdamW(decoder(), core=core)
+
+
+def test_parameters_need_not_say_what_a_core_needs():
+    for given in (decoder().parameters(), decoder().named_parameters()):
+        with pytest.raises(ValueError, match="core= needs the model instead of parameters"):
+            CoupledAdamW(given, core=CORES["SGD"])
+    with pytest.raises(ValueError, match="core= has nothing to update"):
+        CoupledAdamW(nn.Embedding(9, 4), core=CORES["SGD"])
+
+
+def sharded(core):
+    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
+    whole, model = decoder(), decoder()
+    fully_shard(model)
+    optimizers = [beside(m, core) for m in (whole, model)]
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+
+    def train(m, optimizer, steps):  # without clipping, whose sums have another order
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(m, step).backward()
+            optimizer.step()
+
+    for m, optimizer in zip((whole, model), optimizers):
+        train(m, optimizer, range(3))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers[1])}, checkpoint_id=folder[0])
+    fresh = beside(model, core)
+    fresh.init_state()
+    state = {"optimizer": get_optimizer_state_dict(model, fresh)}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_optimizer_state_dict(model, fresh, state["optimizer"])
+    train(whole, optimizers[0], range(3, 6))
+    train(model, fresh, range(3, 6))
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q.full_tensor(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+CASES = {name: functools.partial(sharded, CORES[name]) for name in ("AdamW", "SGD")}
+
+
+def test_sharded():
+    run_on_ranks(2, __file__, CASES)
+
+
+if __name__ == "__main__":
+    run_cases(CASES)

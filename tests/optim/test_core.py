@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import decoders
-from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
+from coupled_adam import (
+    LEAN,
+    CoupledAdamW,
+    MuonWithCoupledAdam,
+    param_groups,
+    to_adam_state_dict,
+)
 from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
@@ -337,6 +343,58 @@ def test_parameters_need_not_say_what_a_core_needs():
             CoupledAdamW(given, core=CORES["SGD"])
     with pytest.raises(ValueError, match="core= has nothing to update"):
         CoupledAdamW(nn.Embedding(9, 4), core=CORES["SGD"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_optimizer_for_each_parameter():
+    """As offloading wrappers make them: the groups say themselves that they are not coupled."""
+    model, other = decoder(), decoder()
+    options = {"embeddings": "lean", "steps": 1000}
+    single = []
+    for group in param_groups(model, **options):
+        shared = {key: group[key] for key in group.keys() - {"params", "param_names"}}
+        single += [CoupledAdamW([{"params": [p], **shared}], lr=1e-3) for p in group["params"]]
+    train(model, single, range(3))
+    train(other, CoupledAdamW(other, lr=1e-3, **options), range(3))
+    assert_same_parameters(model, other)
+
+
+def test_adamw_for_the_embeddings():
+    """With their rate, betas and decay, torch's AdamW to the bit; beside a core, too."""
+    model, other = decoder(), decoder()
+    tables = [other.embed.weight, other.head.weight]
+    core = CORES["SGD"]
+    optimizer = CoupledAdamW(
+        model, lr=1e-3, embeddings="adamw", steps=7500, embedding_weight_decay=0.3, core=core
+    )
+    groups = param_groups(other, exclude=tables, tables=())
+    both = [
+        core(groups),
+        torch.optim.AdamW(tables, lr=4e-3, betas=(0.0, 0.999), weight_decay=0.3),
+    ]
+    train(model, optimizer, range(5))
+    train(other, both, range(5))
+    assert_same_parameters(model, other)
+    assert optimizer.param_groups[-1]["lr_factor_from"] == "steps=7500"
+    assert not any(group["coupled"] for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("optimizer", [CoupledAdamW, MuonWithCoupledAdam])
+def test_adamw_by_size_and_beside_muon(optimizer):
+    """The tables keep AdamW in each case; without ``steps=`` their rate is twice the others'."""
+    for given in (decoder(), decoder().named_parameters()):
+        made = optimizer(given, lr=1e-3, embeddings="adamw", vocab_size=V)
+        *_, group = (g for g in made.param_groups if "embed.weight" in g["param_names"])
+        assert (group["coupled"], group["lr"], group["betas"]) == (False, 2e-3, (0.0, 0.999))
+        (head,) = (g for g in made.param_groups if "head.weight" in g["param_names"])
+        assert (head["lr"], "ns_steps" in head) == (2e-3, False)
+
+
+def test_no_embeddings_is_no_way_to_update_them():
+    with pytest.raises(ValueError, match=r"embeddings=None .*'adamw' for AdamW"):
+        CoupledAdamW(decoder(), embeddings=None)
+    given = [{"params": [*decoder().parameters()], "coupled": False}]
+    assert not CoupledAdamW(given, embeddings=None).param_groups[0]["coupled"]
 
 
 def sharded(core):

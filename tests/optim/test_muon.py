@@ -227,6 +227,24 @@ def test_an_older_torch(monkeypatch):
         MuonWithCoupledAdam(decoder())
 
 
+def test_another_muon(monkeypatch):
+    """Which is torch's here, by another name, and needs no torch that has one."""
+    model, other = decoder(), decoder()
+    torchs = torch.optim.Muon
+    optimizer = MuonWithCoupledAdam(model, lr=0.01, weight_decay=0.2)
+    monkeypatch.delattr("torch.optim.Muon")
+    another = MuonWithCoupledAdam(
+        other,
+        lr=0.01,
+        weight_decay=0.2,
+        muon=lambda groups: torchs(groups, lr=7.0, adjust_lr_fn="match_rms_adamw"),
+    )
+    assert [*another.param_groups[0]][:4] == ["params", "param_names", "lr", "weight_decay"]
+    for m, o in ((model, optimizer), (other, another)):
+        train(m, o, range(3))
+    assert_same_parameters(model, other)
+
+
 def test_which_matrices():
     """Frozen ones neither; those named are updated by AdamW; weight decay stays with them."""
     model = decoder(tied=True)

@@ -60,11 +60,12 @@ def test_signature(ours, theirs):
     for name, parameter in torchs.items():
         assert mine[name].default == parameter.default, name
         assert mine[name].kind == parameter.kind, name
-    added = {name: p.default for name, p in mine.items() if name not in torchs}
+    by_name = (name for name, p in mine.items() if p.kind != p.VAR_KEYWORD)
+    added = {name: mine[name].default for name in by_name if name not in torchs}
     # A model, or embeddings=, may say all these, and they are None where they are not given.
-    ours = {*OPTIONS, "vocab_size", "steps", "lr_factor", "core"}
-    assert added == {**dict.fromkeys(ours), "embeddings": "coupled"}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
+    names = {*OPTIONS, "vocab_size", "steps", "lr_factor", "core"}
+    assert added == {**dict.fromkeys(names), "embeddings": "coupled"}
+    with pytest.raises(TypeError, match="couple: only with a model"):
         ours([nn.Parameter(torch.zeros(2, 2))], couple=True)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from coupled_adam.optim.core import Core
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.named_parameters import Parameters, resolve
 from coupled_adam.optim.options import check_options, embeds_tokens, refuse_unknown
@@ -55,6 +56,9 @@ class MuonWithCoupledAdam(CoupledAdamW):
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
             or glob patterns over names.
+        muon: a function that makes another Muon of the hidden matrices' param groups, which have
+            ``lr`` and ``weight_decay``, such as one that shares its work between ranks. It needs no
+            ``torch.optim.Muon``, whose options are not used then.
         groups: further arguments of :func:`coupled_adam.param_groups`, for a model.
 
     Raises:
@@ -90,9 +94,10 @@ class MuonWithCoupledAdam(CoupledAdamW):
         eps: float = 1e-8,
         fused: bool | None = None,
         adamw: Parameters = (),
+        muon: Core | None = None,
         **groups: Unpack[GroupOptions],
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
+        if muon is None and not hasattr(torch.optim, "Muon"):
             raise RuntimeError(
                 "MuonWithCoupledAdam needs torch 2.9 or later, for torch.optim.Muon, and this is "
                 f"torch {torch.__version__}"
@@ -152,8 +157,16 @@ class MuonWithCoupledAdam(CoupledAdamW):
         of_muon = [group for is_muons, group in split_groups if is_muons]
         if not of_muon:
             raise ValueError(f"there is no matrix for Muon beside the embeddings and {adamw=}")
-        muons = iter(self._set_core(lambda groups: torch.optim.Muon(groups, **options), of_muon))
-        self.param_groups = [next(muons) if is_muons else g for is_muons, g in split_groups]
+        if muon is None:
+            muons = iter(
+                self._set_core(lambda groups: torch.optim.Muon(groups, **options), of_muon)
+            )
+            self.param_groups = [next(muons) if is_muons else g for is_muons, g in split_groups]
+        else:
+            names_of_options = ("params", "param_names", "lr", "weight_decay")
+            bare = [{k: g[k] for k in names_of_options if k in g} for g in of_muon]
+            rest = [group for is_muons, group in split_groups if not is_muons]
+            self.param_groups = [*self._set_core(muon, bare), *rest]
         # Schedules of transformers take the rate that is logged, the first group's, for this one.
         self.defaults["lr"] = lr
 

@@ -6,6 +6,8 @@ The callback that logs the measures of the embeddings is
 
 import ast
 import contextlib
+import copy
+import difflib
 import functools
 import inspect
 import re
@@ -17,10 +19,11 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.utils.versions import require_version
 
 from coupled_adam.deepspeed import couple
+from coupled_adam.optim.core import Core
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.lean import lean_lr_factor
 from coupled_adam.optim.options import refuse_unknown
-from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, param_groups
+from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, param_groups, split
 
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
@@ -32,7 +35,8 @@ _OPTIONS = GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"par
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     """Let a trainer train with Coupled Adam: the same line for every subclass of ``Trainer``.
 
-    Call it before ``trainer.train()``. Options are those of :class:`CoupledAdamWFactory`, and
+    Call it before ``trainer.train()``. The optimizer that ``args.optim`` names keeps all parameters
+    but the token embeddings. Options are those of :class:`CoupledAdamWFactory`, and
     ``steps="auto"`` is the number of steps that the trainer will take. When training begins, it is
     checked that the trainer has taken the optimizer.
 
@@ -40,7 +44,9 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
         TypeError: if ``trainer`` is none, or an option, here or in the trainer's ``optim_args``, is
             unknown.
         ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
-            ``embeddings`` is unknown, or an option of the optimizer is out of range.
+            ``embeddings`` is unknown, or an option of the optimizer is out of range; if
+            ``args.optim`` updates parameters in the backward pass, or makes more than one optimizer
+            of the model, or DeepSpeed is beside another than torch's AdamW.
         RuntimeError: in ``train()``, if the trainer makes an optimizer of its own nevertheless.
     """
     if not isinstance(trainer, Trainer):
@@ -59,7 +65,10 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     nothing = nn.Embedding(2, 2, _weight=torch.ones(2, 2))  # which draws no random numbers
     groups = param_groups(nothing, given.get("embeddings", "coupled"), steps=steps)
     # The options of groups name what the model must have, and are checked when there is one.
-    CoupledAdamW(groups, **{name: given[name] for name in given if name not in GROUP_OPTIONS})
+    later = (*GROUP_OPTIONS, "core")
+    CoupledAdamW(groups, **{name: given[name] for name in given if name not in later})
+    if "core" not in given:
+        _named_core(trainer.args, trainer.model, trainer)
     # Trainer calls what it takes for a class, and what it gets with the model.
     factory: Any = functools.partial(CoupledAdamWFactory, trainer)
     trainer.optimizer_cls_and_kwargs = (factory, options)
@@ -95,8 +104,8 @@ class CoupledAdamWFactory:
         Args:
             model: the trainer's model.
             args_by_position, args: the trainer's arguments, of which the learning rate, the betas,
-                epsilon, the weight decay, ``optim`` (whether it is fused) and ``optim_args`` are
-                used. The latter are options in text: ``optim_args="embeddings=lean,steps=auto"``.
+                epsilon, the weight decay, ``optim`` and ``optim_args`` are used. The latter are
+                options in text, ``optim_args="embeddings=lean,steps=auto"``, also of ``optim``.
                 Some trainers give them by position, and then also by name.
             options: options of :class:`coupled_adam.CoupledAdamW`, and of
                 :func:`coupled_adam.param_groups`. They take precedence over ``args``.
@@ -115,11 +124,52 @@ class CoupledAdamWFactory:
         options = _options_of(args, options)
         if options.get("steps") == "auto":
             options["steps"] = _steps(self.trainer, args)
+        if args is not None:
+            options.setdefault("core", _named_core(args, model, self.trainer))
         optimizer = CoupledAdamW(model, **options)
         # A trainer that resumes loads DeepSpeed's checkpoint before it tells that training begins.
         if self.trainer is not None and self.trainer.is_deepspeed_enabled:
             optimizer.register_load_state_dict_pre_hook(lambda *_: _couple_loaded(self.trainer))
         return optimizer
+
+
+def _named_core(args: TrainingArguments, model: nn.Module, trainer: Trainer | None) -> Core | None:
+    """What makes the optimizer that ``args.optim`` names; None for torch's AdamW."""
+    # AdamW's updates of the core are CoupledAdamW's own, to the bit.
+    if args.optim in ("adamw_torch", "adamw_torch_fused"):
+        return None
+    is_of_model = any(word in args.optim for word in ("layerwise", "lomo"))
+    if not is_of_model:
+        args = copy.copy(args)
+        theirs = {k: x for k, x in _options_in(args.optim_args).items() if k not in _OPTIONS}
+        args.optim_args = ",".join(f"{name}={value}" for name, value in theirs.items())
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        is_of_model = not issubclass(kind, torch.optim.Optimizer)
+    if is_of_model or (trainer is not None and trainer.is_deepspeed_enabled):
+        problem = "is for whole models" if is_of_model else "has not been tried with DeepSpeed"
+        raise ValueError(
+            f"optim={str(args.optim)!r} {problem}, and cannot leave the embeddings to Coupled "
+            "Adam: choose optim='adamw_torch', or for Muon see docs/beside.md"
+        )
+    # GaLore and APOLLO have options for some of the parameters.
+    own_options = {p: group for group in options.pop("params", ()) for p in group["params"]}
+
+    def core(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = []
+        for group in groups:
+            group.setdefault("weight_decay", args.weight_decay)
+            for subgroup in split(group, lambda _, p: id(own_options.get(p))).values():
+                special = own_options.get(subgroup["params"][0], {})
+                made.append({**special, **subgroup})
+        optimizer = kind(made, **options)
+        if "bitsandbytes" in kind.__module__ and options.get("optim_bits") == 8:
+            # As Trainer does: tables, here of positions, have 32 bits.
+            for module in model.modules():
+                if isinstance(module, nn.Embedding):
+                    optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+        return optimizer
+
+    return core
 
 
 def _couple_loaded(trainer: Any) -> None:
@@ -190,6 +240,7 @@ def _set_steps(optimizer: CoupledAdamW, steps: int, schedule: Any) -> None:
 def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict[str, Any]:
     """All options, those of the trainer first; TypeError or ValueError if one is unknown."""
     if args is not None:
+        text = _options_in(args.optim_args)
         options = {
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
@@ -197,7 +248,7 @@ def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict
             "weight_decay": args.weight_decay,
             # None, not False, lets CoupledAdamW choose as it does without a trainer.
             "fused": True if args.optim == "adamw_torch_fused" else None,
-            **_options_in(args.optim_args or ""),
+            **{name: text[name] for name in text if not _is_theirs(name, args)},
             **options,
         }
     refuse_unknown(options, _OPTIONS, "CoupledAdamW")
@@ -205,11 +256,18 @@ def _options_of(args: TrainingArguments | None, options: dict[str, Any]) -> dict
     return options
 
 
-def _options_in(text: str) -> dict[str, Any]:
+def _is_theirs(name: str, args: TrainingArguments) -> bool:
+    """Whether a name in ``optim_args`` is an option of ``args.optim``, and no typing error."""
+    if args.optim in ("adamw_torch", "adamw_torch_fused"):
+        return False
+    return not difflib.get_close_matches(name, _OPTIONS, cutoff=0.8)
+
+
+def _options_in(text: str | None) -> dict[str, Any]:
     """The options in ``optim_args``, with the values as in Python, or as text."""
     options: dict[str, Any] = {}
     # Values may have commas, too, as betas=(0.9, 0.95), but after those comes no name with an =.
-    for option in filter(None, re.split(r",+(?=\w+=|$)", text.replace(" ", ""))):
+    for option in filter(None, re.split(r",+(?=\w+=|$)", (text or "").replace(" ", ""))):
         name, _, value = option.partition("=")
         if not value:
             raise ValueError(f"optim_args={text!r} must be options such as embeddings=lean")

@@ -260,6 +260,7 @@ class CoupledAdam(torch.optim.Adam):
     def _set_core(self, core: Core, groups: list[Group]) -> list[Group]:
         """Let the core update some groups, and return what it has made of them."""
         self.core = cores.build(core, groups, self.defaults["lr"])
+        self.state.update(self.core.state)  # what APOLLO draws for each parameter
         self._step_supports_amp_scaling = False  # the core may not unscale in its step
         return self.core.param_groups
 

@@ -139,10 +139,10 @@ class MuonWithCoupledAdam(CoupledAdamW):
             super().__init__(params, **groups, **adam_options)
             named = [pair for group in self.param_groups for pair in named_parameters(group)]
             names, roles = dict(named), {p: role_of(name, p) for name, p in named}
-        others = resolve(names, adamw, "adamw")
+        not_muons = resolve(names, adamw, "adamw")
 
         def is_for_muon(_: str, p: Tensor) -> bool:
-            return roles[p] == "matrix" and p not in others
+            return roles[p] == "matrix" and p not in not_muons
 
         # 3. Muon, of its part of each group, which comes before the rest
         split_groups = []
@@ -163,10 +163,10 @@ class MuonWithCoupledAdam(CoupledAdamW):
             )
             self.param_groups = [next(muons) if is_muons else g for is_muons, g in split_groups]
         else:
-            names_of_options = ("params", "param_names", "lr", "weight_decay")
-            bare = [{k: g[k] for k in names_of_options if k in g} for g in of_muon]
-            rest = [group for is_muons, group in split_groups if not is_muons]
-            self.param_groups = [*self._set_core(muon, bare), *rest]
+            plain = ("params", "param_names", "lr", "weight_decay")
+            bare = [{name: g[name] for name in plain if name in g} for g in of_muon]
+            others = [group for is_muons, group in split_groups if not is_muons]
+            self.param_groups = [*self._set_core(muon, bare), *others]
         # Schedules of transformers take the rate that is logged, the first group's, for this one.
         self.defaults["lr"] = lr
 

@@ -1,0 +1,225 @@
+"""The optimizers that people have for the core, themselves: beside LEAN, alone and in ``Trainer``.
+
+The same file is the program of each rank.
+"""
+
+import functools
+import pickle
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import decoders
+from coupled_adam import LEAN, CoupledAdamW, param_groups
+from coupled_adam.transformers import use_coupled_adam
+from decoders import assert_same_parameters
+
+V, H = 40, 64  # so that 8-bit optimizers make the hidden matrices' states smaller
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def bitsandbytes(groups):
+    bnb = pytest.importorskip("bitsandbytes")
+    return bnb.optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
+
+
+def torchao(groups):
+    optim = pytest.importorskip("torchao.optim")
+    return optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
+
+
+def soap(groups):
+    optimizers = pytest.importorskip("pytorch_optimizer")
+    return optimizers.SOAP(groups, lr=1e-3, precondition_frequency=2)
+
+
+def schedule_free(groups):
+    return pytest.importorskip("schedulefree").AdamWScheduleFree(groups, lr=1e-3, warmup_steps=2)
+
+
+CORES = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "bitsandbytes": bitsandbytes,
+    "torchao": torchao,
+    "SOAP": soap,
+    "schedule-free": schedule_free,
+}
+every_core = pytest.mark.parametrize("core", CORES.values(), ids=CORES)
+
+
+def decoder():
+    return decoders.decoder(True, V, H).float()
+
+
+def train(model, optimizers, steps):
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ids = torch.randint(0, V, (8, 5), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def beside(model, core):
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings=LEAN | {"lr_factor": 4}, core=core)
+    optimizer.train()
+    return optimizer
+
+
+def bytes_of(state):
+    """All tensors' bytes, those within 8-bit tensors among them."""
+    if isinstance(state, dict):
+        return sum(map(bytes_of, state.values()))
+    if hasattr(state, "__tensor_flatten__"):
+        return sum(bytes_of(getattr(state, name)) for name in state.__tensor_flatten__()[0])
+    return state.numel() * state.element_size() if isinstance(state, torch.Tensor) else 0
+
+
+@every_core
+def test_it_is_two_optimizers(core):
+    """Bit for bit, and a training that is saved in the middle goes on so."""
+    model, other, cut = decoder(), decoder(), decoder()
+    optimizer, resumed = beside(model, core), beside(cut, core)
+    groups = param_groups(other, LEAN | {"lr_factor": 4})
+    both = [core(groups[:-1]), CoupledAdamW(groups[-1:], lr=1e-3)]
+    getattr(both[0], "train", int)()
+    train(model, [optimizer], range(6))
+    train(other, both, range(6))
+    assert_same_parameters(model, other)
+    train(cut, [resumed], range(3))
+    with tempfile.TemporaryFile() as file:
+        torch.save(resumed.state_dict(), file)
+        file.seek(0)
+        resumed = beside(cut, core)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.train()
+    train(cut, [resumed], range(3, 6))
+    assert_same_parameters(model, cut)
+    copied, again = pickle.loads(pickle.dumps((cut, resumed)))
+    train(cut, [resumed], range(6, 8))
+    train(copied, [again], range(6, 8))
+    assert_same_parameters(cut, copied)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_positions=64, n_embd=64, n_layer=1, n_head=2, n_inner=64)
+    )
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+
+
+class Texts(torch.utils.data.Dataset):
+    ids = torch.randint(0, 96, (16, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def trainer(folder, optim, model=gpt2, **options):
+    settings = {
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "optim": optim,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    args = TrainingArguments(str(folder), **settings, **options)
+    made = Trainer(model(), args, train_dataset=Texts())
+    use_coupled_adam(made, embeddings="lean", steps="auto")
+    return made
+
+
+# What each keeps of a hidden matrix beside its step, and the package that it needs.
+OPTIMS = {
+    "adamw_torch_fused": ({"exp_avg", "exp_avg_sq"}, "torch"),
+    "adamw_bnb_8bit": (
+        {"state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"},
+        "bitsandbytes",
+    ),
+    "adamw_torch_8bit": ({"exp_avg", "exp_avg_sq"}, "torchao"),
+    "adafactor": ({"exp_avg_sq_row", "exp_avg_sq_col", "RMS"}, "torch"),
+    "schedule_free_adamw": ({"z", "exp_avg_sq"}, "schedulefree"),
+    "galore_adamw": ({"exp_avg", "exp_avg_sq", "projector"}, "galore_torch"),
+    "apollo_adamw": ({"exp_avg", "exp_avg_sq", "projector", "seed", "scaled_grad"}, "apollo_torch"),
+}
+
+
+@pytest.mark.parametrize("optim", OPTIMS)
+def test_the_trainers_core(optim, tmp_path):
+    """It has what ``optim`` names and its decay, the table has LEAN, and a checkpoint goes on."""
+    names, package = OPTIMS[optim]
+    pytest.importorskip(package)
+    options = {"lr_scheduler_type": "constant", "model": llama}
+    if optim in ("galore_adamw", "apollo_adamw"):
+        options |= {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=4"}
+    (whole := trainer(tmp_path, optim, **options)).train()
+    if "optim_args" not in options:  # torch.load refuses GaLore's projector, with any trainer
+        (resumed := trainer(tmp_path, optim, **options)).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )
+        assert_same_parameters(whole.model, resumed.model)
+    optimizer = whole.optimizer.optimizer
+    core = optimizer if optim.startswith("adamw_torch_f") else optimizer.core
+    assert core is optimizer or type(core) is not type(optimizer)
+    state = optimizer.state[whole.model.model.layers[0].mlp.up_proj.weight]
+    assert {*state} - {"step"} == names
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0, 0.1}
+    table = optimizer.state[whole.model.get_input_embeddings().weight]
+    assert {*table} >= {"exp_avg_sq", "row_exp_avg_sq"}
+
+
+def test_positions_have_32_bits_as_in_the_trainer(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    (made := trainer(tmp_path, "adamw_bnb_8bit")).train()
+    state = made.optimizer.optimizer.state
+    assert state[made.model.transformer.wpe.weight]["state1"].dtype == torch.float32
+    assert state[made.model.transformer.h[0].mlp.c_fc.weight]["state1"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "error", "message"),
+    [
+        ("galore_adamw_layerwise", {}, ValueError, "is for whole models"),
+        ("lomo", {}, ValueError, "is for whole models"),
+        ("adafactor", {"optim_args": "embedings=lean"}, TypeError, "did you mean.*embeddings"),
+        ("galore_adamw", {}, (ValueError, ImportError), "optim_target_modules|galore"),
+    ],
+)
+def test_what_cannot_be_the_trainers_core(optim, options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        trainer(tmp_path, optim, **options)
+
+
+@pytest.mark.parametrize("core", [bitsandbytes, torchao])
+def test_states_of_one_byte(core):
+    """Hidden matrices have two bytes and a little more for each parameter, LEAN's table V + 2H."""
+    model = decoder()
+    optimizer = beside(model, core)
+    train(model, [optimizer], range(2))
+    hidden = optimizer.state[model.block[0].weight]
+    assert bytes_of(hidden) < 2.3 * 2 * H * H
+    assert bytes_of(optimizer.state[model.embed.weight]) <= 4 * (V + 2 * H) + 8

@@ -76,7 +76,13 @@ def of_transformers(every: int) -> dict[str, Any]:
                 if role != right[key]:
                     differ[key] = role
     by_hand = {"compared": sorted(compared), "differ": differ}
-    return {"classes": models, "counts": counts, "unknown": unknown, "by hand": by_hand}
+    return {
+        "every": every,
+        "classes": models,
+        "counts": counts,
+        "unknown": unknown,
+        "by hand": by_hand,
+    }
 
 
 def of_timm(every: int) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def of_timm(every: int) -> dict[str, Any]:
                 does = "spares" if role not in DECAYING else "decays"
                 differ[f"{does} {parameter.split('.')[-1]}, {role}"].append(f"{name}: {parameter}")
     named = {key: {"number": len(found), "first": found[0]} for key, found in differ.items()}
-    return {"models": models, "parameters": parameters, "differ": named}
+    return {"every": every, "models": models, "parameters": parameters, "differ": named}
 
 
 def main() -> None:
@@ -114,7 +120,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    record = {"versions": versions, "every": options.every}
+    record: dict[str, Any] = {"versions": versions}
     record |= {"transformers": of_transformers(options.every)}
     try:
         record |= {"timm": of_timm(options.every)}

@@ -224,6 +224,26 @@ def test_betas_with_which_rows_would_move_faster_and_faster(betas, row_exponent)
     assert torch.equal(p, before)
 
 
+@pytest.mark.parametrize(
+    ("scale", "lean"), [(10.0, 0.72), (100.0, 0.16), (1000.0, 0.03)], ids=["10", "100", "1,000"]
+)
+def test_a_column_larger_than_the_others(scale, lean):
+    """How far the others move, relative to columns of one size: docs/optimizer.md has LEAN's."""
+    for options, expected in (({"betas": (0.0, 0.99), "row_exponent": 0.75}, lean), ({}, 1.0)):
+        moved = []
+        for first in (1.0, scale):
+            weight = nn.Parameter(torch.zeros(20, 64, dtype=torch.float64))
+            group = {**options, "params": [weight], "coupled": True}
+            optimizer = CoupledAdamW([group], lr=1e-2, weight_decay=0)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(5):
+                weight.grad = torch.randn(20, 64, generator=generator, dtype=torch.float64).sign()
+                weight.grad[:, 0] *= first
+                optimizer.step()
+            moved.append(weight.detach()[:, 1:].norm())
+        assert moved[1] / moved[0] == pytest.approx(expected, abs=0.005)
+
+
 def test_a_row_without_gradients_comes_to_rest():
     """Its steps shrink from its last gradient on, whatever betas are taken."""
     for betas in ((0.9, 0.95), (0.97, 0.95), (0.5, 0.3), (0.9, 0.999)):

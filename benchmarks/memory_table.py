@@ -5,8 +5,9 @@
 Each model is built on the meta device from a configuration that is written out here, since the hub
 cannot be asked. States are in float32: AdamW's two moments of every parameter; LEAN's vectors for
 the embeddings and AdamW's moments for the rest; Muon's one moment of hidden matrices beside LEAN;
-and, where the head is not tied, LEAN with an input table of sparse gradients, which also has a
-gradient of the rows of a batch alone.
+8-bit AdamW's two bytes and, for each 256 parameters, two scales in float32; and, where the head is
+not tied, LEAN with an input table of sparse gradients, which also has a gradient of the rows of a
+batch alone.
 """
 
 import json
@@ -37,10 +38,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma 3 1B": GEMMA
     | {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26}
     | {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "Gemma 4": {"model_type": "gemma4_text"},
     "Llama-3-8B": LLAMA
     | {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
     | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
+
+
+EIGHT_BITS = 2 + 8 / 256
+"""Bytes of 8-bit AdamW for a parameter, in bitsandbytes and torchao."""
 
 
 def build(options: dict[str, Any]) -> PreTrainedModel:
@@ -59,15 +65,32 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
     embeddings = sum(p.numel() for p in tables.values())
     of_lean = sum(4 * (len(p) + 2 * p.shape[1]) for p in tables.values())
     roles = param_groups(model).roles
-    hidden = sum(p.numel() for p, role in roles.items() if role == "matrix")
+    matrices = [p for p, role in roles.items() if role == "matrix"]
+    hidden = sum(p.numel() for p in matrices)
+    # What Trainer's adamw_bnb_8bit keeps in 32 bits; an untied head is no nn.Embedding.
+    lookups = {
+        p for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()
+    }
+    in_32_bits = sum(p.numel() for p in lookups)
+    # APOLLO's two moments, of a quarter of the smaller dimension times the larger one.
+    projected = sum(2 * 4 * (min(p.shape) // 4) * max(p.shape) for p in matrices)
+    core = parameters - embeddings
     sizes = {
         "parameters": parameters,
         "embeddings": embeddings,
         "AdamW": 8 * parameters,
         "LEAN": 8 * (parameters - embeddings) + of_lean,
         "Muon and LEAN": 8 * (parameters - embeddings) - 4 * hidden + of_lean,
+        "8-bit AdamW": round(EIGHT_BITS * parameters),
+        "adamw_bnb_8bit": round(8 * in_32_bits + EIGHT_BITS * (parameters - in_32_bits)),
+        "8-bit AdamW and LEAN": round(EIGHT_BITS * core) + of_lean,
+        "Muon": 8 * parameters - 4 * hidden,
+        "APOLLO": 8 * (parameters - hidden) + projected,
+        "APOLLO and LEAN": 8 * (core - hidden) + projected + of_lean,
     }
-    if len(tables) > 1:  # 8 bytes a row of the input table, and a vector over its columns
+    if any(
+        "lm_head" in name for name in tables
+    ):  # 8 bytes a row of the input table, and a vector over its columns
         (table,) = (p for name, p in tables.items() if "lm_head" not in name)
         saved = 4 * (len(table) + 2 * table.shape[1]) - 8 * len(table) - 4 * table.shape[1]
         sizes["LEAN, sparse input table"] = sizes["LEAN"] - saved
@@ -84,6 +107,19 @@ def markdown(sizes: dict[str, dict[str, int]], names: list[str] | None = None) -
         share = size["embeddings"] / size["parameters"]
         cells = [name, f"{size['parameters'] / 1e6:,.0f}M", f"{share:.0%}".replace("%", " %")]
         cells += [f"{size[kind] / 1e9:.2f}" for kind in ("AdamW", "LEAN", "Muon and LEAN")]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
+BESIDE = ("AdamW", "LEAN", "8-bit AdamW", "adamw_bnb_8bit", "8-bit AdamW and LEAN")
+BESIDE += ("Muon", "Muon and LEAN", "APOLLO", "APOLLO and LEAN")
+
+
+def markdown_beside(sizes: dict[str, dict[str, int]]) -> str:
+    """The rows of the table in docs/beside.md, in GB of 10^9 bytes."""
+    rows = []
+    for name, size in sizes.items():
+        cells = [name, *(f"{size[kind] / 1e9:.2f}" for kind in BESIDE)]
         rows.append(f"| {' | '.join(cells)} |\n")
     return "".join(rows)
 

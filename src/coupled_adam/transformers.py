@@ -133,7 +133,7 @@ class CoupledAdamWFactory:
         return optimizer
 
 
-def _named_core(args: TrainingArguments, model: nn.Module, trainer: Trainer | None) -> Core | None:
+def _named_core(args: TrainingArguments, model: Any, trainer: Trainer | None) -> Core | None:
     """What makes the optimizer that ``args.optim`` names; None for torch's AdamW."""
     # AdamW's updates of the core are CoupledAdamW's own, to the bit.
     if args.optim in ("adamw_torch", "adamw_torch_fused"):
@@ -144,7 +144,7 @@ def _named_core(args: TrainingArguments, model: nn.Module, trainer: Trainer | No
         theirs = {k: x for k, x in _options_in(args.optim_args).items() if k not in _OPTIONS}
         args.optim_args = ",".join(f"{name}={value}" for name, value in theirs.items())
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        is_of_model = not issubclass(kind, torch.optim.Optimizer)
+        is_of_model = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
     if is_of_model or (trainer is not None and trainer.is_deepspeed_enabled):
         problem = "is for whole models" if is_of_model else "has not been tried with DeepSpeed"
         raise ValueError(
@@ -154,7 +154,7 @@ def _named_core(args: TrainingArguments, model: nn.Module, trainer: Trainer | No
     # GaLore and APOLLO have options for some of the parameters.
     own_options = {p: group for group in options.pop("params", ()) for p in group["params"]}
 
-    def core(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def core(groups: list[dict[str, Any]]) -> Any:
         made = []
         for group in groups:
             group.setdefault("weight_decay", args.weight_decay)

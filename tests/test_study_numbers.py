@@ -968,8 +968,8 @@ def test_why_the_rule_has_changed():
         *(today[seed] for seed in (4, 5, 6)),
         page=RATE,
     )
-    later = seeds("formula", "512 low relative later x1", "valid")
-    said("from step 100 on has # at the lower factor (one seed)", *later.values(), page=RATE)
+    later = seeds("formula", "512 low limit later x1", "valid")
+    said("it has # at the lower factor (one seed)", *later.values(), page=RATE)
     by_factor = [seeds(*run, "valid")[1] for run in at_rates("lean2 0 0.99", "9768 steps").values()]
     slowest, middle, fastest = by_factor
     said(

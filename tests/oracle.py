@@ -36,7 +36,6 @@ class CoupledAdamOracle:
     r: Array = field(init=False)
     nu: Array = field(init=False)
     d: Array = field(init=False)
-    rho: float = 1.0
     largest_update: float = 0.0
     largest_factor: float = 0.0
 
@@ -75,16 +74,19 @@ class CoupledAdamOracle:
 
     def step_lean(self, g: Array) -> None:
         seen = max(self.t - 1, 1)  # gradients in nu, which is 0 in the first step
-        self.rho = self.typical_square() / (1 - self.beta2**seen)
-        weights = self.weights(g)
-        rates = np.zeros_like(self.nu)
-        for j in np.flatnonzero(self.nu):
+        rho = self.typical_square() / (1 - self.beta2**seen)
+        scales = np.zeros_like(self.nu)
+        for j in np.flatnonzero((self.nu != 0) & ~np.isinf(self.nu)):
             nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**seen)
-            rates[j] = self.lr * self.rho ** (self.row_exponent / 2) / (np.sqrt(nu_hat) + self.eps)
+            scales[j] = 1 / (np.sqrt(nu_hat) + self.eps)
+        self.r = self.beta2 * self.r + (1 - self.beta2) * (g**2).mean(axis=1)
+        weights = np.zeros_like(self.r)
         updates, factors = np.zeros((2, *self.embeddings.shape))
         for i in range(len(self.embeddings)):
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
-            factors[i] = rates * weights[i] / (1 - self.beta1**self.t)
+            z = scales * self.m[i] / (1 - self.beta1**self.t)  # in the columns' units
+            weights[i] = self.weight(self.r[i] / (1 - self.beta2**self.t) / rho, z)
+            factors[i] = self.lr * weights[i] * scales / (1 - self.beta1**self.t)
             updates[i] = factors[i] * self.m[i]
             if self.lr:
                 self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
@@ -102,16 +104,15 @@ class CoupledAdamOracle:
         middle = np.exp(np.mean(np.log(known)))
         return float(np.exp(np.mean(np.log(np.clip(known, middle * 1e-4, middle * 1e4)))))
 
-    def weights(self, g: Array) -> Array:
-        """Each row's weight, 0 without a gradient so far."""
-        self.r = self.beta2 * self.r + (1 - self.beta2) * (g**2).mean(axis=1)
-        weights = np.zeros_like(self.r)
-        for i in np.flatnonzero(self.r):
-            weights[i] = (self.r[i] / (1 - self.beta2**self.t)) ** (-self.row_exponent / 2)
-            relative = self.rho ** (self.row_exponent / 2)  # in the columns' rates
-            if norm := np.sqrt((g[i] ** 2).mean()):  # no row moves further than 30 times the rate
-                weights[i] = min(weights[i], 30 * np.sqrt(self.rho) / norm / relative)
-        return weights
+    def weight(self, relative: float, z: Array) -> float:
+        """A row's weight, 0 without a gradient so far."""
+        if relative == 0 or np.isinf(relative):
+            return 0.0
+        weight = relative ** (-self.row_exponent / 2)
+        # No row moves further than 30 times the rate, over the columns that move
+        known = (self.nu != 0) & ~np.isinf(self.nu)
+        length = np.sqrt(self.second_moment_scale * (z[known] ** 2).mean()) if known.any() else 0.0
+        return float(min(weight, 30 / length)) if length else float(weight)
 
     def average(self, g: Array, weights: Array) -> None:
         if weights.any():

@@ -34,8 +34,8 @@ class ScaleByCoupledAdamState(NamedTuple):
         count: the number of steps, int32 [].
         mu: the first moments, with the shapes of the matrices; None without momentum (``b1=0``).
         nu: the shared second moments, [H] for each matrix, in float32 or wider.
-        nu_row: with LEAN the mean squared gradients of each token, [V] for each matrix, in the
-            dtype of ``nu``; otherwise None.
+        row_exp_avg_sq: with LEAN the mean squared gradients of each token, [V] for each matrix, in
+            the dtype of ``nu``; otherwise None.
         mean_update: with ``zero_sum`` what the last step moved the mean embedding by, learning rate
             included, [H] for each matrix, in the dtype of ``nu``; otherwise None.
     """
@@ -43,7 +43,7 @@ class ScaleByCoupledAdamState(NamedTuple):
     count: Any  # an Array, but for mypy a field cannot be named as a method of tuples
     mu: optax.Updates | None
     nu: optax.Updates
-    nu_row: optax.Updates | None
+    row_exp_avg_sq: optax.Updates | None
     mean_update: optax.Updates | None
 
 
@@ -106,7 +106,10 @@ def scale_by_coupled_adam(
     if row_exponent and has_momentum:
         _check_momentum(b1, b2, row_exponent, mu_dtype)
     is_lean = zero_sum or row_exponent > 0
-    options = _Options(b2, eps, eps_root, vocab_axis, second_moment_scale, row_exponent)
+    options = _Options(
+        b1, b2, eps, eps_root, vocab_axis, second_moment_scale, row_exponent, nesterov
+    )
+    update_matrix = _lean if is_lean else _coupled
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
         def zeros(axis: int) -> optax.Updates:
@@ -130,7 +133,7 @@ def scale_by_coupled_adam(
             count=jnp.zeros([], jnp.int32),
             mu=jax.tree.map(zeros_of_moment, params) if has_momentum else None,
             nu=zeros(1 - vocab_axis),
-            nu_row=zeros(vocab_axis) if is_lean else None,
+            row_exp_avg_sq=zeros(vocab_axis) if is_lean else None,
             mean_update=zeros(1 - vocab_axis) if zero_sum else None,
         )
 
@@ -141,25 +144,19 @@ def scale_by_coupled_adam(
         # A schedule is asked with the count before this step, as optax.scale_by_learning_rate does.
         lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
-        mu, mu_hat = None, updates
-        if state.mu is not None:
-            mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-            mu_hat = optax.tree.bias_correction(mu, b1, count)
-            if nesterov:  # as optax.scale_by_adam
-                ahead = optax.tree.bias_correction(mu, b1, optax.safe_increment(count))
-                now = optax.tree.bias_correction(updates, b1, count)
-                mu_hat = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, ahead, now)
-            mu = optax.tree.cast_like(mu, state.mu)
-        averages = {name: getattr(state, name) for name in ("nu", "nu_row", "mean_update")}
-        kept = {name: tree for name, tree in averages.items() if tree is not None}
-        step = functools.partial(_lean if is_lean else _coupled, options, count, lr)
-        results = jax.tree.map(step, updates, mu_hat, *kept.values())  # a tuple for each matrix
+        kept = {k: v for k, v in state._asdict().items() if k != "count" and v is not None}
+
+        def step(g: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            update, new = update_matrix(options, count, lr, g, **dict(zip(kept, arrays)))
+            return (update, *(new[name] for name in kept))
+
+        results = jax.tree.map(step, updates, *kept.values())  # a tuple for each matrix
         # From a tree of tuples to a tuple of trees
         updates, *new = (
             jax.tree.map(lambda _, result, i=i: result[i], updates, results)
             for i in range(1 + len(kept))
         )
-        return updates, state._replace(count=count, mu=mu, **dict(zip(kept, new)))
+        return updates, state._replace(count=count, **dict(zip(kept, new)))
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -167,12 +164,26 @@ def scale_by_coupled_adam(
 class _Options(NamedTuple):
     """The options of :func:`scale_by_coupled_adam` that the update of a matrix depends on."""
 
+    b1: Any
     b2: Any
     eps: Any
     eps_root: Any
     vocab_axis: int
     second_moment_scale: Any
     row_exponent: float
+    nesterov: bool
+
+    def moments(self, g: jax.Array, mu: jax.Array | None, count: jax.Array) -> tuple[Any, Any]:
+        """The first moment after this step, and what moves the matrix, [V, H] both."""
+        if mu is None:
+            return None, g
+        mu = optax.tree.update_moment(g, mu, self.b1, 1)
+        mu_hat = optax.tree.bias_correction(mu, self.b1, count)
+        if self.nesterov:  # as optax.scale_by_adam
+            ahead = optax.tree.bias_correction(mu, self.b1, optax.safe_increment(count))
+            now = optax.tree.bias_correction(g, self.b1, count)
+            mu_hat = self.b1 * ahead + (1 - self.b1) * now
+        return mu, mu_hat
 
     def average(self, old: jax.Array, square: jax.Array) -> jax.Array:
         """The running mean of squares, [H] or [V]."""
@@ -184,35 +195,51 @@ class _Options(NamedTuple):
         return jnp.sqrt(self.second_moment_scale * nu_hat + self.eps_root) + self.eps
 
 
-# Both take, of one matrix, the count of the step, its learning rate, the gradient [V, H], the first
-# moment without bias [V, H] and the averages of the state: nu [H], and LEAN r [V] and d [H], too.
-# They return the update [V, H] and the new averages.
+# Both take, of one matrix, the count of the step, its learning rate, the gradient [V, H] and the
+# arrays of the state. They return the update [V, H] and the new arrays.
 
 
-def _coupled(o: _Options, count: Any, _: Any, g: Any, m: Any, nu: Any) -> tuple[jax.Array, ...]:
+def _coupled(
+    o: _Options, count: Any, _: Any, g: Any, *, nu: Any, mu: Any = None
+) -> tuple[jax.Array, dict[str, Any]]:
     """The update of Coupled Adam, as :func:`coupled_adam.optim.reference.apply_coupled`."""
+    new_mu, m = o.moments(g, mu, count)
     nu = o.average(nu, jnp.square(g.astype(nu.dtype)).mean(o.vocab_axis))
     denominator = jnp.expand_dims(o.denominators(nu, count), o.vocab_axis)
-    return (m.astype(nu.dtype) / denominator).astype(g.dtype), nu
+    update = (m.astype(nu.dtype) / denominator).astype(g.dtype)
+    return update, {"mu": None if mu is None else new_mu.astype(mu.dtype), "nu": nu}
 
 
 def _lean(
-    o: _Options, count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any
-) -> tuple[Any, ...]:
-    """The update of LEAN, as :func:`coupled_adam.optim.reference.lean`."""
-    dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
-    square = jnp.square(g).mean(1 - o.vocab_axis)  # [V]
-    r = o.average(r, square)
-    # The inner `where`, here and below, keeps gradients through the update finite. A token with
-    # r = 0 has had no gradient, and the squares of one with inf have overflowed.
-    r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, o.b2, count))
-    w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-o.row_exponent / 2)).astype(nu.dtype)
+    o: _Options,
+    count: Any,
+    lr: Any,
+    g: Any,
+    *,
+    nu: Any,
+    row_exp_avg_sq: Any,
+    mu: Any = None,
+    mean_update: Any = None,
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The update of LEAN, as :func:`coupled_adam.optim.reference.lean`, whose names these are."""
+    new_mu, m = o.moments(g, mu, count)
+    dtype, g, m, d = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype), mean_update
+    # The inner `where`, here and below, keeps gradients through the update finite.
+    known = (nu != 0) & ~jnp.isinf(nu)
     seen = jnp.maximum(count - 1, 1)  # nu is that of the step before; in the first it is 0
+    c = jnp.where(known, 1 / o.denominators(jnp.where(known, nu, 1), seen), 0).astype(nu.dtype)
     rho = optax.tree.bias_correction(_typical_square(nu), o.b2, seen)
-    norm = jnp.sqrt(jnp.where(square == 0, 1, square))
-    limit = LARGEST_STEP * rho ** (0.5 - o.row_exponent / 2) / norm
-    w = jnp.where((square != 0) & (w > limit), limit.astype(nu.dtype), w)
-    w = jnp.expand_dims(w, 1 - o.vocab_axis)  # [V, 1]
+    # A token with r = 0 has had no gradient, and the squares of one with inf have overflowed.
+    r = o.average(row_exp_avg_sq, jnp.square(g).mean(1 - o.vocab_axis))  # [V]
+    stops = (r == 0) | jnp.isinf(r)
+    relative = jnp.where(stops, 1, optax.tree.bias_correction(r, o.b2, count) / rho)
+    w = relative ** (-o.row_exponent / 2)
+    # No row moves further than 30 times the rate.
+    q = jnp.square(jnp.expand_dims(c, o.vocab_axis) * m).sum(1 - o.vocab_axis)
+    q *= o.second_moment_scale / jnp.maximum(known.sum(dtype=nu.dtype), 1)
+    limit = LARGEST_STEP / jnp.sqrt(jnp.where(q == 0, 1, q))
+    w = jnp.where((q != 0) & (w > limit), limit, w)
+    w = jnp.expand_dims(jnp.where(stops, 0, w).astype(nu.dtype), 1 - o.vocab_axis)  # [V, 1]
     active = w != 0
     k = active.sum(dtype=nu.dtype)
     # [V, H]; by an operation of two arrays, as `where` does not split one as the other is.
@@ -222,21 +249,20 @@ def _lean(
     def mean(x: jax.Array) -> jax.Array:
         return jnp.where(moves, x, 0).sum(o.vocab_axis) / jnp.maximum(k, 1)
 
-    # No sum over tokens needs another: devices that share them exchange all of them at once.
     squares, mean_moment = mean(jnp.square(g)), mean(w * m)
-    relative = rho ** (o.row_exponent / 2)
-    rate = relative / o.denominators(jnp.where(nu == 0, 1, nu), seen)
-    rate = jnp.where(nu == 0, 0, rate).astype(nu.dtype)  # [H]
-    # Without any active token this is a step that has seen nothing: nu and d stay.
-    nu = jnp.where(k == 0, nu, o.average(nu, squares))
-    update = jnp.where(moves, w * m, 0) * jnp.expand_dims(rate, o.vocab_axis)
-    if d:  # with zero_sum; divided by lr, as the whole update is multiplied with it later
-        given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
+    update = jnp.where(moves, w * m, 0) * jnp.expand_dims(c, o.vocab_axis)
+    if d is not None:  # divided by lr, as the whole update is multiplied with it later
+        given_back = jnp.where(lr == 0, 0, d / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
         given_back = jnp.zeros_like(update) + jnp.expand_dims(given_back, o.vocab_axis)
         update -= jnp.where(moves, given_back, 0)
-        moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
-        d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
-    return update if d else update.astype(dtype), nu, r, *d
+        moved = lr * c * mean_moment
+        # A step without any active token has seen nothing: d and nu stay.
+        d = jnp.where((k == 0) | (lr == 0), d, moved).astype(nu.dtype)
+    if mu is not None:
+        new_mu = jnp.where(moves, new_mu, o.b1 * mu).astype(mu.dtype)
+    nu = jnp.where(k == 0, nu, o.average(nu, squares))
+    update = update.astype(dtype) if d is None else update
+    return update, {"mu": new_mu, "nu": nu, "row_exp_avg_sq": r, "mean_update": d}
 
 
 def _check_momentum(b1: Any, b2: Any, row_exponent: float, mu_dtype: Any) -> None:

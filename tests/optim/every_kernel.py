@@ -172,6 +172,30 @@ class EveryKernel:
         assert torch.equal(p[:, overflowed], before[:, overflowed])
         assert optimizer.state[p]["mean_update"].ne(0).tolist() == (~overflowed).tolist()
 
+    @pytest.mark.parametrize("jump", [1e9, 1e15])
+    @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "rows", "zero-sum"])
+    def test_no_row_moves_further_than_thirty_rates(self, name, jump, kernel):
+        """Neither when rows or columns jump, nor when a column comes back after a silence."""
+        p = self.parameter((50, 8))
+        options = {**CASES[name], "zero_sum": False, "row_exponent": 0.5, "weight_decay": 0.0}
+        optimizer, furthest = optimizer_of([p], **options), 0.0
+        for step in range(40):
+            g = self.gradient((50, 8), step)
+            if step > 2:
+                g[:, 3] /= jump  # a weak column, in which one element jumps
+            if step in (10, 25):
+                g[7, 3] = 1.0
+            if step in (15, 30):
+                g[5] *= jump
+            if step == 20:
+                g[:, 3] = 1.0
+            p.grad, before = g, p.detach().clone()
+            optimizer.step()
+            moved = (p.detach() - before).square().mean(1).sqrt() / optimizer.param_groups[0]["lr"]
+            furthest = max(furthest, moved.max().item())
+        most = 30 / optimizer.param_groups[0]["second_moment_scale"] ** 0.5
+        assert most / 5 < furthest <= 1.001 * most
+
     @pytest.mark.parametrize("place", JUMPS.values(), ids=JUMPS.keys())
     @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "zero-sum"])
     def test_a_jump_does_not_make_others_move_further(self, name, place, kernel):

@@ -84,7 +84,9 @@ def test_coupled_adam(mesh):
     assert counted(mesh, Shard(0))[1] == 3 * [[MATRICES, MATRICES * H]]
 
 
-def test_rows_that_are_cut(mesh):
-    """The mean of log nu, then each row's sum of squares and rho, of all matrices at once."""
-    _, steps = counted(mesh, Shard(1), **CASES["LEAN"])
-    assert steps == 3 * [[MATRICES, MATRICES * 2, MATRICES * (64 + 1)]]
+@pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum"])
+def test_rows_that_are_cut(name, mesh):
+    """Each row's sums, and how many columns are known, of all matrices at once."""
+    _, steps = counted(mesh, Shard(1), **CASES[name])
+    sums = 3 if "momentum" in name else 2
+    assert steps == 3 * [[MATRICES, MATRICES * (sums * 64 + 1)]]

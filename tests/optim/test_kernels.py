@@ -72,7 +72,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("shape", "most"), [((50304, 768), 120), ((128256, 4096), 300)], ids=str)
+@pytest.mark.parametrize(("shape", "most"), [((50304, 768), 130), ((128256, 4096), 400)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
 def test_blocks_are_few_on_a_device(name, dtype, shape, most):
@@ -97,7 +97,8 @@ def test_memory_of_blocks(name, dtype, monkeypatch):
     p.grad = gradient((4096, 512), 1, dtype)
     optimizer.step()
     block = torch.get_num_threads() * 2**20
-    assert peak(optimizer.step) <= (1.1 if dtype == torch.float32 else 3.2) * block
+    most = {"LEAN, momentum": {4: 2.1, 2: 4.1}}.get(name, {4: 1.1, 2: 3.2})
+    assert peak(optimizer.step) <= most[dtype.itemsize] * block
 
 
 def instruction_sets():

@@ -205,14 +205,14 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     reference.step_size(matrix, sums, scalars)
 
 
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums of g^2 over the columns of the piece, [V]; 0 for tokens of which nothing is here."""
+def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tensor:
+    """:func:`reference.row_squares` over the columns of the piece, [2, V]."""
     from coupled_adam.optim.kernels import blocks
 
     assert matrix.row_exp_avg_sq is not None
-    total = torch.zeros_like(matrix.row_exp_avg_sq, dtype=_wide(matrix))
-    for segment in split(matrix):
-        total[segment.tokens] += blocks.sum_rows(segment.matrix)
+    total = matrix.row_exp_avg_sq.new_zeros(2, len(matrix.row_exp_avg_sq), dtype=_wide(matrix))
+    for own, tokens, features in split(matrix):
+        total[:, tokens] += blocks.row_squares(own, scales[features], scalars)
     return total
 
 

@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
-LARGEST_STEP = 30.0  # of a row, relative to the rate, when its gradient jumps
+LARGEST_STEP = 30.0  # of a row, relative to the rate
 LEAN_LR_FACTOR = 2.0
 """LEAN's learning rate where nothing says it, relative to the optimizer's; for long trainings."""
 

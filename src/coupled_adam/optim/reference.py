@@ -18,10 +18,12 @@ move. All sums over rows are those of the step before, so that a step reads g an
 e once::
 
     r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (row_exp_avg_sq)
-    c    = (1/h) sum_j log(nu_j)                                      (h columns with nu_j > 0)
-    rho  = exp(c + (1/h) sum_j clamp(log(nu_j) - c, -L, L)) / (1 - beta2^(t-1))
-    w_i  = min((r_i / (1 - beta2^t) / rho)^(-a/2), B (rho / (1/H) sum_j g_ij^2)^(1/2))
-    u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^(t-1))) + eps)
+    l    = (1/h) sum_j log(nu_j)                                      (h columns with nu_j > 0)
+    rho  = exp(l + (1/h) sum_j clamp(log(nu_j) - l, -L, L)) / (1 - beta2^(t-1))
+    c_j  = 1 / (sqrt(s nu_j / (1 - beta2^(t-1))) + eps)
+    q_i  = (s/h) sum_j (c_j m_ij / (1 - beta1^t))^2
+    w_i  = min((r_i / (1 - beta2^t) / rho)^(-a/2), B / sqrt(q_i))
+    u_i  = lr w_i c m_i / (1 - beta1^t)
     e_i <- e_i - (u_i - d)
 
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2                    (exp_avg_sq)
@@ -29,15 +31,16 @@ e once::
 
 A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
 the others. The next step takes back d, the distance by which this one moved the mean embedding. A
-column with nu = 0 does not move, as nothing is known of it yet: so the first step of LEAN moves
-nothing, except by weight decay, and only measures. A row whose squares overflow has w_i = 0, and a
-column whose squares overflow has a rate of 0 and is left out of rho: they are not updated any more,
-and the others are not affected. At lr = 0 nothing moves: d is kept for a later step.
+column with nu = 0 does not move (c_j = 0), as nothing is known of it yet: so the first step of LEAN
+moves nothing, except by weight decay, and only measures. A row whose squares overflow has w_i = 0,
+and a column whose squares overflow has c_j = 0 and is left out of rho: they are not updated any
+more, and the others are not affected. At lr = 0 nothing moves: d is kept for a later step.
 
 Large gradients that are finite are bounded, too. rho is the geometric mean of nu, in which a column
 counts as at most e^L = 10^4 times the others (or that part of them), so that a single element does
-not make other rows move further. And no row moves further than B = 30 times the rate in the step in
-which its gradient jumps, in root mean square; Adam's limit is (1 - beta2)^(-1/2), or 32 for 0.999.
+not make other rows move further. And no row moves further than B = 30 times the rate, in root mean
+square over the h columns, before d is taken back; Adam's limit is (1 - beta2)^(-1/2), or 32 for
+0.999.
 
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
 tested against this module, and this module against the formulas in float64.
@@ -85,14 +88,16 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         sum_i u_i, sum_i g_i^2 and k, one behind the other, [2 H + 1].
     """
     grad = scaled_gradient(matrix, scalars)  # [V, H]
+    scales = column_scales(matrix, scalars)  # [H]
     if weights is None:
-        log_nu = log_of_nu(matrix.exp_avg_sq)
-        weights = row_weights(matrix, grad.square().sum(1), log_nu, scalars)  # [V]
+        known, log_nu = (scales != 0).sum(), log_of_nu(matrix.exp_avg_sq)
+        weights = row_weights(matrix, row_squares(matrix, grad, scales), known, log_nu, scalars)
     # 1. u: the updates of the rows that have had a gradient
     active = (weights != 0)[:, None]  # [V, 1]
     grad = torch.where(active, grad, 0.0)
     m = moment(matrix, grad)  # [V, H]
-    step = torch.where(active, weights[:, None] * m, 0.0) * column_rates(matrix, scalars)
+    lr = matrix.lr / (1 - matrix.beta1**scalars.t)
+    step = torch.where(active, weights[:, None] * m, 0.0) * (lr * scales).to(scales)
     # 2. The sums for the next step
     sums = torch.cat([step.sum(0), grad.square().sum(0), active.sum(0).to(step.dtype)])
     # 3. e: also take back the distance by which the step before has moved the mean
@@ -132,35 +137,51 @@ def move(matrix: CoupledMatrix, step: Tensor, scalars: Scalars) -> None:
     _write(matrix, values, scalars)
 
 
-def row_weights(
-    matrix: CoupledMatrix, row_squares: Tensor, log_nu: Tensor, scalars: Scalars
-) -> Tensor:
-    """Update r_i from the sums of (factor g)^2 over all columns, [rows]; return w_i, [rows].
+def column_scales(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
+    """c, by which the gradient is measured in the columns' units, [H]; 0 where nu is 0 or inf."""
+    group, nu = matrix.group, matrix.exp_avg_sq
+    known = (nu != 0) & (nu != math.inf)
+    nu_hat = group["second_moment_scale"] * nu / seen(matrix.beta2, scalars.t)
+    # The inner `where`, here and below, keeps the gradient of a differentiable step finite.
+    scales = 1 / (torch.where(known, nu_hat, 1.0).sqrt() + group["eps"])
+    return torch.where(known, scales, 0.0).to(nu.dtype)
 
-    ``log_nu`` is log rho before its bias correction, 0-dim; see :func:`log_of_nu`.
+
+def row_squares(matrix: CoupledMatrix, grad: Tensor, scales: Tensor) -> Tensor:
+    """What :func:`row_weights` needs of rows, over these columns, [2, rows]; nothing is updated.
+
+    sum_j g_ij^2, where ``grad`` is factor g, and sum_j (c_j m_ij)^2 of the moment after this step.
     """
-    r, exponent = matrix.row_exp_avg_sq, matrix.group["row_exponent"] / 2
+    m = grad
+    if matrix.exp_avg is not None:
+        m = matrix.exp_avg.lerp(grad.to(matrix.exp_avg.dtype), _weight(matrix))
+    # Norms, as they need no matrix of squares.
+    norms = [torch.linalg.vector_norm(x, dim=1, dtype=scales.dtype) for x in (grad, m * scales)]
+    return torch.stack(norms).square()
+
+
+def row_weights(
+    matrix: CoupledMatrix, squares: Tensor, known: Tensor, log_nu: Tensor, scalars: Scalars
+) -> Tensor:
+    """Update r_i; return w_i, [rows]. It is 0 for a row that does not move.
+
+    ``squares`` are :func:`row_squares` over all columns, of which ``known`` are known, 0-dim;
+    ``log_nu`` is log rho before its bias correction, 0-dim.
+    """
+    r, group, t = matrix.row_exp_avg_sq, matrix.group, scalars.t
     assert r is not None
-    mean_squares = row_squares / matrix.hidden_size
-    new = _averaged(r, mean_squares, matrix.beta2)  # [rows]
+    new = _averaged(r, squares[0] / matrix.hidden_size, matrix.beta2)
     r.copy_(new)
-    rho = log_nu.exp() / seen(matrix.beta2, scalars.t)
+    rho = log_nu.exp() / seen(matrix.beta2, t)
     # The inner `where` keeps the gradient of a differentiable step finite.
-    powers = torch.where(new == 0, 1.0, new / (1 - matrix.beta2**scalars.t)) ** -exponent
-    norms = torch.where(mean_squares == 0, 1.0, mean_squares).to(powers.dtype).sqrt()
-    limits = LARGEST_STEP * rho ** (0.5 - exponent) / norms
-    powers = torch.where((mean_squares != 0) & (powers > limits), limits, powers)
-    weights: Tensor = torch.where((new == 0) | new.isinf(), 0.0, powers) * rho**exponent
-    return weights.to(r.dtype)
-
-
-def column_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
-    """The factor of w_i m_i in the update of e_i, [H]; 0 where nu is 0."""
-    group, t, nu = matrix.group, scalars.t, matrix.exp_avg_sq
-    lr = matrix.lr / (1 - matrix.beta1**t)
-    nu_hat = group["second_moment_scale"] * nu / seen(matrix.beta2, t)
-    rates = lr / (torch.where(nu == 0, 1.0, nu_hat).sqrt() + group["eps"])
-    return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
+    stops = (new == 0) | new.isinf()
+    relative = torch.where(stops, 1.0, new.to(wide(new)) / (1 - matrix.beta2**t) / rho)
+    powers = relative ** (-group["row_exponent"] / 2)
+    share = group["second_moment_scale"] / known.clamp(min=1).to(wide(r))
+    q = squares[1] * share / (1 - matrix.beta1**t) ** 2
+    limits = LARGEST_STEP / torch.where(q == 0, 1.0, q).sqrt()
+    powers = torch.where((q != 0) & (powers > limits), limits, powers)
+    return torch.where(stops, 0.0, powers).to(r.dtype)
 
 
 def log_of_nu(nu: Tensor) -> Tensor:
@@ -213,13 +234,18 @@ def scaled_gradient(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
 
 def moment(matrix: CoupledMatrix, grad: Tensor) -> Tensor:
     """Update m [V, H] with the gradient [V, H], and return it; without m, the gradient."""
-    exp_avg, weight = matrix.exp_avg, 1 - matrix.beta1
+    exp_avg = matrix.exp_avg
     if exp_avg is None:
         return grad
-    weight = weight.to(exp_avg) if isinstance(weight, Tensor) else weight
-    exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
+    exp_avg.lerp_(grad.to(exp_avg.dtype), _weight(matrix))
     # Autograd saves the moment of a differentiable step, but the next step overwrites it.
     return exp_avg.clone() if matrix.group["differentiable"] else exp_avg
+
+
+def _weight(matrix: CoupledMatrix) -> float | Tensor:
+    """1 - beta1, as ``lerp`` takes it with m."""
+    weight = 1 - matrix.beta1
+    return weight.to(matrix.exp_avg) if isinstance(weight, Tensor) else weight
 
 
 def scaled(squares: Tensor, factor: float | Tensor) -> Tensor:

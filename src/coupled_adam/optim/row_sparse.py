@@ -51,7 +51,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         total = kernel.lean(matrix, None, scalars) if kernel else _copied(matrix, r, scalars)
         if total is not None:  # otherwise the kernel has counted the rows and finished the step
             matrix.row_count.add_(total[-1].to(matrix.row_count))
-            reference.finish(matrix, torch.cat([total[:-1], matrix.row_count[None].to(total)]))
+            total = torch.cat([total[:-1], matrix.row_count[None].to(total)])
+            reference.finish(matrix, total)
     _counted[r] = r._version
     return None
 
@@ -84,9 +85,8 @@ def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:
     assert table.row_step is not None
     rows, t = table.touched, scalars.t
     # 1. The rows, with r as it would be after the step before
-    r = all_r[rows]
-    active_before = count_of(r)
-    r = decayed(r, table.row_step[rows], t, table.beta2)
+    before = all_r[rows]
+    r = decayed(before, table.row_step[rows], t, table.beta2)
     part = replace(table, param=table.param[rows], row_exp_avg_sq=r, touched=None, row_step=None)
     if (noise := scalars.noise) is not None:  # each row has its own, wherever it lies
         offsets = rows - torch.arange(len(rows), device=rows.device)
@@ -97,8 +97,8 @@ def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:
     all_r.index_copy_(0, rows, r)
     now = t.to(torch.int32) if isinstance(t, Tensor) else int(t)
     table.row_step.index_fill_(0, rows, now)
-    # 3. The rows that began to move, less those that stopped
-    total[-1] -= active_before
+    # 3. The rows that began to move, less those that stopped for more than this step
+    total[-1] = count_of(r) - count_of(before)
     return total
 
 
@@ -136,5 +136,5 @@ def decayed(r: Tensor, row_step: Tensor, t: float | Tensor, beta2: float | Tenso
 
 
 def count_of(r: Tensor) -> Tensor:
-    """The number of rows that move, 0-dim: those that have had a gradient without overflow."""
-    return ((r != 0) & (r != torch.inf)).sum()
+    """The number of rows that move, 0-dim: those that have had a gradient."""
+    return (r != 0).sum()

@@ -82,20 +82,17 @@ def update_lean(
     matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """LEAN: update with the sums of the step before, and add up those for the next one."""
-    # 1. Where ranks or segments have parts of rows: the sums over whole rows, [rows], and log rho
-    by_columns = [matrix for matrix in matrices if not matrix.has_whole_rows]
-    whole_rows = _sum_rows(by_columns) if by_columns else {}
+    stepping = [
+        (matrix, scalars)
+        for matrix in matrices
+        if (scalars := _advance(matrix, factor, found_inf)) is not None
+    ]
+    # 1. Where ranks or segments have parts of rows: the weights of whole rows, [rows]
+    weights = _weights([x for x in stepping if not x[0].has_whole_rows])
     # 2. The pass, and its sums over this rank's rows, [2 columns + 1] for each matrix
     summed = []
-    for matrix in matrices:
-        if (scalars := _advance(matrix, factor, found_inf)) is None:
-            continue
-        weights = None
-        if matrix in whole_rows:
-            squares, log_nu = whole_rows[matrix]
-            squares = reference.scaled(squares, scalars.factor)
-            weights = reference.row_weights(matrix, squares, log_nu, scalars)
-        total = matrix.kernel.lean(matrix, weights, scalars)
+    for matrix, scalars in stepping:
+        total = matrix.kernel.lean(matrix, weights.get(matrix), scalars)
         if total is not None:  # otherwise the kernel has finished the step
             summed.append((matrix, total))
     # 3. nu and d, by the sums over all ranks
@@ -104,37 +101,32 @@ def update_lean(
         reference.finish(matrix, total)
 
 
-def _sum_rows(
-    matrices: Sequence[CoupledMatrix],
-) -> dict[CoupledMatrix, tuple[Tensor, Tensor]]:
-    """The sums over whole rows of the squared gradient, [rows], and log rho over all columns."""
-    # 1. The mean of log nu over all columns. Of a flattened matrix each rank has all of nu, which
-    # does not change the mean.
-    logs = [reference.known_logs(matrix.exp_avg_sq) for matrix in matrices]
-    sums = [torch.stack([x.sum(), known.sum().to(x)]) for x, known in logs]
-    totals = [
-        (total, number.clamp(min=1))
-        for total, number in add_up([(x, m.column_ranks) for m, x in zip(matrices, sums)])
-    ]
-    # 2. The rows' sums and, behind them, how far all columns are from this mean, [rows + 1] each
-    vectors = []
-    for matrix, of_columns, (total, number) in zip(matrices, logs, totals):
-        rows = _squares_of_rows(matrix)
-        distance = reference.distances(*of_columns, total / number).sum()
-        vectors.append((torch.cat([rows, distance[None].to(rows)]), matrix.column_ranks))
-    return {
-        matrix: (rows[:-1], (total + rows[-1]) / number)
-        for matrix, (total, number), rows in zip(matrices, totals, add_up(vectors))
-    }
-
-
-def _squares_of_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums of g^2 over this rank's columns, [rows]."""
-    if matrix.shard is not None:
-        return flat.sum_rows(matrix)
-    if matrix.no_host_reads:  # what records the step sees no blocks
-        return matrix.grad.to(matrix.exp_avg_sq.dtype).square().sum(1)
-    return blocks.sum_rows(matrix)
+def _weights(matrices: Sequence[tuple[CoupledMatrix, Scalars]]) -> dict[CoupledMatrix, Tensor]:
+    """Update r of matrices whose rows are cut; the weights of their rows, [rows]."""
+    # Of a piece of a flattened matrix each rank has all of nu.
+    ranks = [() if matrix.shard is not None else matrix.column_ranks for matrix, _ in matrices]
+    # 1. The mean of log nu over all columns
+    logs = [reference.known_logs(matrix.exp_avg_sq) for matrix, _ in matrices]
+    of_columns = [torch.stack([x.sum(), known.sum().to(x)]) for x, known in logs]
+    totals = add_up([*zip(of_columns, ranks)])
+    # 2. The rows' sums, [2 rows] each, and how far all columns are from this mean
+    squares, distances, centers = [], [], []
+    for (matrix, scalars), own, (total, number) in zip(matrices, logs, totals):
+        of_rows = flat if matrix.shard is not None else blocks
+        scales = reference.column_scales(matrix, scalars)
+        squares.append(of_rows.row_squares(matrix, scales, scalars).flatten())
+        centers.append(total / number.clamp(min=1))
+        distances.append(reference.distances(*own, centers[-1]).sum()[None].to(squares[-1]))
+    column_ranks = [matrix.column_ranks for matrix, _ in matrices]
+    sums = add_up([*zip(squares, column_ranks), *zip(distances, ranks)])
+    # 3. The weights, by log rho
+    weights = {}
+    for i, (matrix, scalars) in enumerate(matrices):
+        number = totals[i][1]
+        log_nu = centers[i] + sums[len(matrices) + i][0] / number.clamp(min=1)
+        rows = sums[i].view(2, -1)
+        weights[matrix] = reference.row_weights(matrix, rows, number, log_nu, scalars)
+    return weights
 
 
 def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:

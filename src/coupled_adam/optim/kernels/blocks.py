@@ -1,8 +1,9 @@
 """The reference in blocks of rows: for devices and options that no other kernel serves.
 
 Beside the state, a step takes one block in single precision, or three of a matrix in half
-precision. On a CPU a block stays in the caches, and on a GPU it is large, so that launches are few.
-Sums over many rows are those of 4,096 each, added in double precision where the device has it.
+precision, and one more for LEAN with momentum. On a CPU a block stays in the caches, and on a GPU
+it is large, so that launches are few. Sums over many rows are those of 4,096 each, added in double
+precision where the device has it.
 """
 
 from collections.abc import Iterator
@@ -37,20 +38,25 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
         reference.update_coupled(block, rates, _of_block(scalars, rows))
 
 
-def sum_rows(matrix: CoupledMatrix) -> Tensor:
-    """The sums of g^2 over this rank's columns, [rows]."""
-    nu = matrix.exp_avg_sq
-    norms = [torch.linalg.vector_norm(x.grad, dim=1, dtype=nu.dtype) for _, x in blocks(matrix)]
-    return torch.cat([*norms, nu.new_zeros(0)]).square_()
+def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tensor:
+    """:func:`reference.row_squares` over this rank's columns, [2, rows]."""
+    # What records the step sees no blocks.
+    parts = [matrix] if matrix.no_host_reads else (block for _, block in blocks(matrix))
+    squares = [
+        reference.row_squares(block, reference.scaled_gradient(block, scalars), scales)
+        for block in parts
+    ]
+    return torch.cat([*squares, scales.new_zeros(2, 0)], 1)
 
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
     """Update the matrix by LEAN."""
+    scales = reference.column_scales(matrix, scalars)  # [columns]
     if weights is None:
-        squares = reference.scaled(sum_rows(matrix), scalars.factor)
+        squares, known = row_squares(matrix, scales, scalars), (scales != 0).sum()
         log_nu = reference.log_of_nu(matrix.exp_avg_sq)
-        weights = reference.row_weights(matrix, squares, log_nu, scalars)
-    rates = reference.column_rates(matrix, scalars)  # [columns]
+        weights = reference.row_weights(matrix, squares, known, log_nu, scalars)
+    rates = (matrix.lr / (1 - matrix.beta1**scalars.t) * scales).to(scales)
     active = weights != 0  # [rows]
     parts = [
         _update_lean(block, weights[rows], active[rows, None], rates, _of_block(scalars, rows))
@@ -65,19 +71,13 @@ def _update_lean(
 ) -> Tensor:
     """:func:`reference.lean` of rows whose weights are known; sum_i u_i and sum_i g_i^2."""
     dtype = rates.dtype
-    step = torch.where(active, block.grad, 0.0)  # [rows, columns]
-    squares = reference.scaled(_sum_over_rows(step, dtype, squared=True), scalars.factor)
-    if block.exp_avg is None:
-        weights = weights * scalars.factor
-    else:
-        grad = reference.scaled_gradient(replace(block, grad=step), scalars)
-        del step  # its memory is that of the next one
-        m = reference.moment(block, grad)
-        del grad
-        step = torch.where(active, m, 0.0)
-    # In place, but for what is in half precision: each temporary is as large as the block.
-    step = step.mul_(weights[:, None]) if step.dtype == dtype else step * weights[:, None]
-    updates = _sum_over_rows(step.mul_(rates), dtype)
+    grad = torch.where(active, reference.scaled_gradient(block, scalars), 0.0)  # [rows, columns]
+    squares = _sum_over_rows(grad, dtype, squared=True)
+    m = reference.moment(block, grad)
+    step = torch.where(active, m, 0.0).to(dtype) if block.exp_avg is not None else m
+    del grad, m  # each temporary is as large as the block
+    step.mul_(weights[:, None]).mul_(rates)
+    updates = _sum_over_rows(step, dtype)
     if (d := reference.given_back(block)) is not None:
         step.addcmul_(active.to(dtype), d, value=-1)
     reference.move(block, step, scalars)

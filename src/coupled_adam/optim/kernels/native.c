@@ -27,8 +27,9 @@
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
-enum { GRAD, MOMENT, PARAM, NEXT, KINDS }; /* rows; the next one's gradient, whose squares LEAN sums */
-enum { RATE, MEAN, UPDATES, SQUARES, VECTORS_OF_LEAN }; /* LEAN's vectors over the columns */
+/* Rows; LEAN also sums the squares of the next row's gradient and moment. */
+enum { GRAD, MOMENT, PARAM, NEXT, NEXT_MOMENT, KINDS };
+enum { SCALE, MEAN, UPDATES, SQUARES, VECTORS_OF_LEAN }; /* LEAN's vectors over the columns */
 
 /* One update of one matrix, filled in by native.py. Strides are between rows, in elements. */
 typedef struct {
@@ -47,12 +48,14 @@ typedef struct {
     double share;
     /* Written by sum_squares, [H], read by apply; written by lean, [2 H + 1], as in reference.py. */
     double *sums;
-    /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
-     * (r / row_correction / rho)^-exponent, but at most largest_step root(rho / (row_share times its sum
-     * of squares)). If r is NULL, the weights are given. */
+    /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, and q is limit_scale times the mean
+     * square of its moment, over moment_correction, in the columns' units. The row's weight is
+     * min((r / row_correction / rho)^-exponent, largest_step / root(q)). If r is NULL, the weights are
+     * given. */
     void *row_exp_avg_sq, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
-    double row_share, row_correction, nu_correction, exponent, log_limit, largest_step;
-    int32_t finish; /* whether lean updates nu and mean_update from its sums */
+    double row_share, row_correction, moment_correction, nu_correction, limit_scale;
+    double exponent, log_limit, largest_step;
+    int32_t finish;     /* whether lean updates nu and mean_update from its sums */
     /* LEAN of a sparse gradient: which row of param and r each row of grad belongs to, and the step in
      * which each of them had its last gradient; NULL if grad has all rows. */
     const int64_t *touched;

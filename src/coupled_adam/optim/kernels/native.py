@@ -42,7 +42,8 @@ class _Record(ctypes.Structure):
         ("share", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("sums", "row_exp_avg_sq", "weights", "mean_update")),
         *((name, ctypes.c_double) for name in ("row_share", "row_correction")),
-        *((name, ctypes.c_double) for name in ("nu_correction", "exponent")),
+        *((f"{name}_correction", ctypes.c_double) for name in ("moment", "nu")),
+        *((name, ctypes.c_double) for name in ("limit_scale", "exponent")),
         *((name, ctypes.c_double) for name in ("log_limit", "largest_step")),
         ("finish", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in ("touched", "row_step", "row_count")),
@@ -139,12 +140,11 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         assert matrix.row_exp_avg_sq is not None
         record.row_exp_avg_sq = matrix.row_exp_avg_sq.data_ptr()
         record.row_share = (1 - beta2) / matrix.hidden_size * scalars.factor**2
-        record.row_correction = 1 - beta2**t
-        record.exponent = matrix.group["row_exponent"] / 2
+        record.row_correction, record.moment_correction = 1 - beta2**t, 1 - matrix.beta1**t
         record.nu_correction = seen
-        record.log_limit = LOG_LIMIT
-        # row_share has another factor than the mean of the squares
-        record.largest_step = LARGEST_STEP * (1 - beta2) ** 0.5
+        record.limit_scale = matrix.group["second_moment_scale"]
+        record.exponent = matrix.group["row_exponent"] / 2
+        record.log_limit, record.largest_step = LOG_LIMIT, LARGEST_STEP
         record.finish = matrix.touched is not None or not matrix.row_ranks
         if matrix.touched is not None:
             assert matrix.row_step is not None

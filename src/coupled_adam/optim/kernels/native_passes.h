@@ -131,11 +131,10 @@ typedef struct {
     WIDE *sums;                   /* the columns' sums of squares, over some rows */
     const WIDE *step_size;
     /* Of LEAN. */
-    VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
-    WIDE *vectors;                /* over the columns, a cache line of each after the other */
-    WIDE weight[ROWS];            /* of the first moment */
-    WIDE scaled[ROWS];            /* of the gradient: weight times factor */
-    WIDE moves[ROWS];             /* 1, or 0 for a row that must not move */
+    VECTOR squares[2][ROWS][PIECES]; /* the sums of the next rows' squares, and their moments', in lanes */
+    WIDE *vectors;                   /* over the columns, a cache line of each after the other */
+    WIDE rate[ROWS];                 /* of the row: its weight times lr, and without momentum times factor */
+    WIDE moves[ROWS];                /* 1, or 0 for a row that must not move */
 } NAME(Rows);
 #define GROUP NAME(Rows)
 #define PREFETCH(line, ahead) __builtin_prefetch((const char *)(line) + (ahead), 0, 2)
@@ -157,14 +156,17 @@ static NAME(Lerp) NAME(lerp_of)(const Update *u, double factor) {
     return lerp;
 }
 
+ALWAYS_INLINE static VECTOR NAME(lerp)(const NAME(Lerp) *lerp, VECTOR old, VECTOR gradient) {
+    const VECTOR x = lerp->factor * gradient;
+    const VECTOR start = (VECTOR)(((BITS)old & lerp->old) | ((BITS)x & lerp->new));
+    return start + lerp->rate * (x - old);
+}
+
 /* Update a cache line of the first moment. */
-ALWAYS_INLINE static void NAME(lerp)(const NAME(Lerp) *lerp, T *moment, const T *grad) {
+ALWAYS_INLINE static void NAME(update_moment)(const NAME(Lerp) *lerp, T *moment, const T *grad) {
     VECTOR values[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-        const VECTOR old = NAME(load)(moment, v), x = lerp->factor * NAME(load)(grad, v);
-        const VECTOR start = (VECTOR)(((BITS)old & lerp->old) | ((BITS)x & lerp->new));
-        values[v] = start + lerp->rate * (x - old);
-    }
+    for (int v = 0; v < VECTORS; v++)
+        values[v] = NAME(lerp)(lerp, NAME(load)(moment, v), NAME(load)(grad, v));
     NAME(store)(moment, values, NULL);
 }
 
@@ -188,7 +190,7 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
         for (int r = 0; r < ROWS; r++) {
             PREFETCH(g[r] + i, SUM_AHEAD);
             if (moment) PREFETCH(m[r] + i, SUM_AHEAD);
-            if (moment) NAME(lerp)(&lerp, m[r] + i, g[r] + i);
+            if (moment) NAME(update_moment)(&lerp, m[r] + i, g[r] + i);
         }
     }
 }
@@ -232,7 +234,7 @@ ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t coun
             if (moment) PREFETCH(g[r] + i, APPLY_AHEAD);
             PREFETCH(u[r] + i, APPLY_AHEAD);
             PREFETCH(p[r] + i, APPLY_AHEAD);
-            if (moment) NAME(lerp)(&lerp, u[r] + i, g[r] + i);
+            if (moment) NAME(update_moment)(&lerp, u[r] + i, g[r] + i);
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + v;
@@ -269,18 +271,16 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group) {
                 memcpy(lines[kind][r], group->rows[kind][r] + whole, (size_t)rest * sizeof(T));
         }
     columns(&copy, whole, LINE);
-    for (int r = 0; r < ROWS; r++) {
-        memcpy(group->squares[r], copy.squares[r], sizeof copy.squares[r]);
-        for (int kind = MOMENT; kind <= PARAM; kind++) /* those that are written */
+    memcpy(group->squares, copy.squares, sizeof copy.squares);
+    for (int kind = MOMENT; kind <= PARAM; kind++) /* those that are written */
+        for (int r = 0; r < ROWS; r++)
             if (group->rows[kind][r] != NULL)
                 memcpy(group->rows[kind][r] + whole, lines[kind][r], (size_t)rest * sizeof(T));
-    }
 }
 
-/* r^-exponent, and 0 for a row that never had a gradient, or whose squares overflow. Square roots are
- * the same everywhere, unlike pow, and faster: r^-3/8 is 1 / (r^1/4 r^1/8). */
-ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
-    if (r == 0 || isinf(r)) return 0;
+/* r^-exponent. Square roots are the same everywhere, unlike pow, and faster: r^-3/8 is
+ * 1 / (r^1/4 r^1/8). */
+ALWAYS_INLINE static WIDE NAME(power)(WIDE r, double exponent) {
     const int eighths = (int)(exponent * 8);
     if (eighths != exponent * 8 || eighths < 0 || eighths > 7) return (WIDE)pow(r, -exponent);
     WIDE root = SQRT(r), product = 1;
@@ -315,8 +315,8 @@ typedef struct {
     int is_update;           /* of the parameter; otherwise the pass only sums */
     T *no_row, *no_param;    /* zeros, and what stands for a missing row of what is written */
     double *total;           /* sums over all rows */
-    int64_t active;          /* LEAN's rows that have had a gradient */
-    double largest;          /* LEAN's bound on a row's weight times the root of row_share times its squares */
+    int64_t active;          /* LEAN's rows that move */
+    double rho, limit_share; /* of LEAN; the latter times a row's sum in the columns' units is its q */
     GROUP group;
 } NAME(Work);
 
@@ -425,6 +425,19 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
  * gradient and parameter stream at the same rate. */
 #define OF(kind) (VECTORS_OF_LEAN * LINE * (i / LINE) + (kind) * LINE)
 
+/* Add the squares of a vector of the next row, and those of its moment after the step (or without one,
+ * of the gradient) in the columns' units. */
+ALWAYS_INLINE static void NAME(square_next)(const GROUP *group, const NAME(Lerp) *lerp,
+                                            VECTOR (*squares)[ROWS][PIECES], VECTOR scale, int64_t i,
+                                            const int r, const int v, const int moment) {
+    const VECTOR gradient = NAME(load)(group->rows[NEXT][r] + i, v);
+    VECTOR m = gradient;
+    if (moment) m = NAME(lerp)(lerp, NAME(load)(group->rows[NEXT_MOMENT][r] + i, v), gradient);
+    m *= scale;
+    squares[0][r][v % PIECES] += gradient * gradient;
+    squares[1][r][v % PIECES] += m * m;
+}
+
 ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restrict vectors,
                                      int64_t start, int64_t count, const int moment,
                                      const int stochastic) {
@@ -432,7 +445,7 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
     const WIDE decay = (WIDE)u->decay;
     /* Rows of a table that are touched do not lie side by side; see lean_go_to_next. */
     const int64_t param_ahead = u->touched == NULL ? LEAN_AHEAD : 0;
-    VECTOR next_squares[ROWS][PIECES];
+    VECTOR next_squares[2][ROWS][PIECES];
     memcpy(next_squares, group->squares, sizeof next_squares);
     for (int64_t i = 0; i < count; i += LINE) {
         VECTOR updates[VECTORS], squares[VECTORS];
@@ -442,25 +455,24 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
         }
         for (int r = 0; r < ROWS; r++) {
             const T *g = group->rows[GRAD][r] + i, *next = group->rows[NEXT][r] + i;
+            const T *m = moment ? group->rows[MOMENT][r] + i : g;
             T *p = group->rows[PARAM][r] + i;
             PREFETCH(next, LEAN_AHEAD);
             PREFETCH(p, param_ahead);
             if (moment) {
-                PREFETCH(group->rows[MOMENT][r] + i, LEAN_AHEAD);
-                NAME(lerp)(&lerp, group->rows[MOMENT][r] + i, g);
+                PREFETCH(group->rows[NEXT_MOMENT][r] + i, LEAN_AHEAD);
+                NAME(update_moment)(&lerp, group->rows[MOMENT][r] + i, g);
             }
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
+                const VECTOR scale = ((const VECTOR *)(vectors + OF(SCALE)))[v];
+                const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
                 const VECTOR gradient = NAME(load)(g, v);
-                VECTOR update = group->scaled[r] * gradient;
-                if (moment) update = group->weight[r] * NAME(load)(group->rows[MOMENT][r] + i, v);
+                const VECTOR update = group->rate[r] * (scale * NAME(load)(m, v));
                 updates[v] += update;
                 squares[v] += gradient * gradient;
-                const VECTOR rate = ((const VECTOR *)(vectors + OF(RATE)))[v];
-                const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
-                values[v] = decay * NAME(load)(p, v) - (rate * update - group->moves[r] * mean);
-                const VECTOR x = NAME(load)(next, v);
-                next_squares[r][v % PIECES] += x * x;
+                values[v] = decay * NAME(load)(p, v) - (update - group->moves[r] * mean);
+                NAME(square_next)(group, &lerp, next_squares, scale, i, r, v, moment);
             }
             const uint32_t column = u->noise_column + (uint32_t)(start + i);
             NAME(store_param)(p, values, stochastic, column, group->key[r]);
@@ -483,32 +495,29 @@ LEAN_COLUMNS(lean_stochastically_columns, 0, 1)
 LEAN_COLUMNS(lean_moment_columns, 1, 0)
 LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
 
-/* A row's weight from its squares, and the new r; or the weight that is given. Rows that move are
- * counted; of a sparse gradient those that begin to, less those that stop. */
-static WIDE NAME(lean_weight)(NAME(Work) *work, int64_t row, const VECTOR *squares) {
+/* A row's weight from its squares, and the new r; or the weight that is given. It is 0 for a row that
+ * does not move. */
+static WIDE NAME(lean_weight)(NAME(Work) *work, int64_t row, const int group_row) {
     const Update *u = work->share->update;
-    if (u->row_exp_avg_sq == NULL) {
-        const WIDE given = ((const WIDE *)u->weights)[row];
-        work->active += given != 0;
-        return given;
-    }
+    if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
     const int64_t at = NAME(row_of_table)(u, row);
     WIDE *r = (WIDE *)u->row_exp_avg_sq + at;
     double old = *r;
     if (u->row_step != NULL) { /* r has not decayed since the row's last gradient */
         const int is_finite = !isinf(old);
-        work->active -= old != 0 && is_finite;
+        work->active -= old != 0 && is_finite; /* counted before */
         const int32_t steps = u->step - 1 - u->row_step[at];
         if (steps > 0 && is_finite) old *= exp(steps * u->log_beta2);
         u->row_step[at] = u->step;
     }
-    const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);
-    *r = (WIDE)(u->beta2 * old + share);
-    WIDE weight = NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
-    const double limit = work->largest / sqrt(share); /* infinite without a gradient */
-    if (weight > limit) weight = (WIDE)limit;
-    work->active += weight != 0;
-    return weight;
+    const double squares = NAME(add_lanes)(work->group.squares[0][group_row]);
+    *r = (WIDE)(u->beta2 * old + (u->row_share == 0 ? 0 : u->row_share * squares));
+    if (*r == 0 || isinf(*r)) return 0;
+    const WIDE weight = NAME(power)((WIDE)(*r / u->row_correction / work->rho), u->exponent);
+    const double q = work->limit_share * NAME(add_lanes)(work->group.squares[1][group_row]);
+    const double limit = u->largest_step / sqrt(q); /* infinite without a gradient */
+    if (isinf(q)) work->active += u->row_step != NULL; /* it counts, though it is left out of the step */
+    return weight > limit ? (WIDE)limit : weight;
 }
 
 /* log rho before its bias correction: the columns' mean distance from `center`, in log nu. */
@@ -537,12 +546,13 @@ static void NAME(lean_go_to)(NAME(Work) *work, int64_t row, int64_t run) {
     NAME(go_to)(work, row, run);
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
-        const WIDE weight = is_row ? NAME(lean_weight)(work, row, group->squares[r]) : 0;
-        memset(group->squares[r], 0, sizeof group->squares[r]);
-        group->weight[r] = weight, group->scaled[r] = weight * (WIDE)u->factor;
+        const WIDE weight = is_row ? NAME(lean_weight)(work, row, r) : 0;
+        group->rate[r] = (WIDE)(weight * u->lr * (u->exp_avg == NULL ? u->factor : 1));
         group->moves[r] = weight != 0;
+        work->active += weight != 0;
         if (weight == 0) group->rows[GRAD][r] = work->no_row;
     }
+    memset(group->squares, 0, sizeof group->squares);
 }
 
 /* Go to the rows whose squares are summed while those before them are updated. */
@@ -551,6 +561,9 @@ static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
     for (int r = 0; r < ROWS; r++, row += run) {
         const int is_row = row < work->share->last;
         work->group.rows[NEXT][r] = is_row ? (T *)u->grad + row * u->grad_stride : work->no_row;
+        if (u->exp_avg != NULL)
+            work->group.rows[NEXT_MOMENT][r] =
+                is_row ? (T *)u->exp_avg + row * u->exp_avg_stride : work->no_row;
         /* A row of the table further on, to which no stream leads: so many that they fit into the cache */
         const int64_t ahead = row + 1 + FAR_AHEAD / (u->columns * (int64_t)sizeof(T) + 64);
         if (u->touched == NULL || ahead >= work->share->last) continue;
@@ -565,12 +578,14 @@ static void NAME(lean_go_to_next)(NAME(Work) *work, int64_t row, int64_t run) {
 
 /* Sum the squares of the first rows, before any is updated. */
 COLUMNS NAME(lean_first_columns)(GROUP *group, int64_t start, int64_t count) {
-    (void)start;
-    for (int r = 0; r < ROWS; r++)
-        for (int64_t i = 0; i < count; i += LINE)
+    const Update *u = group->update;
+    const NAME(Lerp) lerp = NAME(lerp_of)(u, u->factor);
+    const WIDE *vectors = group->vectors + VECTORS_OF_LEAN * start;
+    for (int64_t i = 0; i < count; i += LINE)
+        for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) {
-                const VECTOR x = NAME(load)(group->rows[NEXT][r] + i, v);
-                group->squares[r][v % PIECES] += x * x;
+                const VECTOR scale = ((const VECTOR *)(vectors + OF(SCALE)))[v];
+                NAME(square_next)(group, &lerp, group->squares, scale, i, r, v, u->exp_avg != NULL);
             }
 }
 
@@ -606,25 +621,24 @@ static void NAME(lean_pass)(Share *share) {
     /* 1. What is known of each column */
     WIDE *vectors = work.group.vectors = (WIDE *)share->memory;
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
-    double lr = u->lr;
-    if (u->row_exp_avg_sq != NULL) {
-        const double rho = NAME(rho)(u);
-        lr *= pow(rho, u->exponent);
-        work.largest = u->largest_step * pow(rho, 0.5 - u->exponent);
-    }
+    int64_t known = 0;
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         WIDE *of_line = vectors + OF(0) + i % LINE;
-        of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(lr / (sqrt(nu[j] * u->scale) + u->eps));
+        of_line[SCALE * LINE] = nu[j] == 0 ? 0 : (WIDE)(1 / (sqrt(nu[j] * u->scale) + u->eps));
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
+        known += of_line[SCALE * LINE] != 0;
     }
+    work.rho = NAME(rho)(u);
+    const double factor = u->exp_avg == NULL ? u->factor : 1 / u->moment_correction;
+    work.limit_share = u->limit_scale * factor * factor / (double)(known ? known : 1);
     /* 2. The rows */
     NAME(pass)(&work, NAME(lean_runs));
     /* 3. This thread's sums */
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
-        const double updates = work.total[i], squares = work.total[share->padded + i];
-        share->sums[j] = updates == 0 ? 0 : updates * (double)vectors[OF(RATE) + i % LINE];
+        const double squares = work.total[share->padded + i];
+        share->sums[j] = work.total[i];
         share->sums[u->columns + j] = u->factor == 0 ? 0 : squares * u->factor * u->factor;
     }
     share->sums[2 * u->columns] = (double)work.active;

@@ -104,6 +104,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     """Update the matrix by LEAN; return its sums if others are added to them."""
     param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
     nu, mean, share = matrix.exp_avg_sq, matrix.mean_update, 1 - matrix.beta2
+    of_step_size = _of_step_size(matrix, scalars)
     rows, columns = grad.shape
     parts, block, options = _lean_shape(matrix, is_rounded=scalars.noise is not None)
     sums = _empty(grad, parts, 2 * columns + 1)
@@ -115,15 +116,14 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         matrix.touched, matrix.row_step if matrix.touched is not None else None, param.shape[0],
         rows, columns,
         share=share, exponent=matrix.group["row_exponent"] / 2,
-        log_limit=LOG_LIMIT / math.log(2),
-        log_largest_step=math.log2(LARGEST_STEP),
-        **_of_step_size(matrix, scalars), **_of_parameter(matrix, scalars), **options,
+        log_limit=LOG_LIMIT / math.log(2), log_largest_step=math.log2(LARGEST_STEP),
+        **of_step_size, **_of_parameter(matrix, scalars), **options,
     )
     are_complete = not matrix.row_ranks and weights is None and matrix.touched is None
     if are_complete and columns:
         _launch(
             _finish_lean, (_cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
-            sums, parts, nu, mean, columns, share, _on(param.device, matrix.lr), num_warps=8,
+            sums, parts, nu, mean, columns, share, of_step_size["lr"], num_warps=8,
         )
     # fmt: on
     torch.autograd.graph.increment_version(matrix.changed)
@@ -306,7 +306,8 @@ def _finish(
         maximum = tl.load(max_exp_avg_sq + column, mask=inside, other=0.0)
         nu = tl.maximum(maximum, nu, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq + column, nu, mask=inside)
-    rate = _step_size(nu, t, t, lr, log_beta1, log_beta2, scale, eps)
+    rate = tl.div_rn(_number(lr).to(tl.float32), _correction(t, log_beta1))
+    rate = tl.div_rn(rate, _denominator(nu, t, log_beta2, scale, eps))
     tl.store(rates + column, rate, mask=inside)
 
 
@@ -337,7 +338,9 @@ def _update(
     m = _number(factor).to(tl.float32) * tl.load(grad, mask=mask, other=0.0).to(tl.float32)
     if exp_avg is not None:
         place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-        m = _updated(m, exp_avg + place, mask, weight)
+        m = _moment(tl.load(exp_avg + place, mask=mask, other=0.0), m, weight)
+        tl.store(exp_avg + place, m, mask=mask)
+        m = m.to(tl.float32)
     p = _number(decay).to(tl.float32) * p - rate * m
     if noise_t is not None:
         p = _rounded(p, row + first_row, column + first_column, noise_t, salt)
@@ -370,27 +373,31 @@ def _lean(
 
     second = tl.load(nu + column, mask=inside, other=0.0)
     t = _number(t)
-    relative = 1.0
     if r is not None:
         # rho, without columns of which nothing is known, or whose squares have overflowed. In a
         # block with each column ROWS times, as in this layout threads have enough registers.
         columns_of_nu = tl.broadcast_to(second[None, :], (ROWS, COLUMNS))
-        is_known = (columns_of_nu != 0) & (columns_of_nu != float("inf"))
-        of_known = tl.maximum(_total(is_known.to(tl.float32)), 1.0)
-        logs = tl.log2(tl.where(is_known, columns_of_nu, 1.0))
+        of_block = (columns_of_nu != 0) & (columns_of_nu != float("inf"))
+        of_known = tl.maximum(_total(of_block.to(tl.float32)), 1.0)
+        logs = tl.log2(tl.where(of_block, columns_of_nu, 1.0))
         center = _total(logs) / of_known
-        distance = tl.where(is_known, logs - center, 0.0)
+        distance = tl.where(of_block, logs - center, 0.0)
         distance = tl.minimum(tl.maximum(distance, -log_limit), log_limit)
-        rho = tl.exp2(center + _total(distance) / of_known) / _correction(t - 1, log_beta2)
-        relative = _power(rho, exponent)
-        most = log_largest_step + (0.5 - exponent) * tl.log2(rho)
-    # Each column's rate, which is 0 where nu is, as nothing is known of it.
-    known = tl.where(second == 0, 1.0, second)
-    rate = relative * _step_size(known, t, t - 1, lr, log_beta1, log_beta2, scale, eps)
-    rate = tl.where(second == 0, 0.0, rate)
+        log_rho = center + _total(distance) / of_known
+        log_rho -= tl.log2(_correction(t - 1, log_beta2))
+    # Columns of which nothing is known, or whose squares have overflowed, do not move.
+    is_known = (second != 0) & (second != float("inf"))
+    second = tl.where(is_known, second, 1.0)
+    scales = tl.div_rn(1.0, _denominator(second, t - 1, log_beta2, scale, eps))
+    scales = tl.where(is_known, scales, 0.0)
+    mean_of_known = tl.div_rn(scale, tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0))
 
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
-    row_correction = _correction(t, log_beta2)
+    rate, row_correction = _number(lr).to(tl.float32), _correction(t, log_beta2)
+    if exp_avg is not None:
+        moment_correction = _correction(t, log_beta1)
+        rate = tl.div_rn(rate, moment_correction)
+        log_largest_step += tl.log2(moment_correction)
     update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     count = tl.zeros((ROWS,), dtype=tl.float32)
@@ -404,6 +411,9 @@ def _lean(
         mask = is_row[:, None] & inside[None, :]
         place = _place(row, grad_row_stride, column, grad_column_stride)
         g = factor * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+        if exp_avg is not None:
+            place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
+            before = tl.load(exp_avg + place, mask=mask, other=0.0)
 
         # Each row's weight: 0 if it never had a gradient, or if its squares overflow.
         if r is not None:
@@ -415,16 +425,18 @@ def _lean(
                 decay_of_r = tl.exp(tl.maximum(steps, 0).to(tl.float32) * log_beta2)
                 old = tl.where((steps > 0) & is_finite, old * decay_of_r, old)
                 tl.store(row_step + at, t.to(tl.int32), mask=is_row)
-            mean_square = tl.sum(g * g, axis=1) / columns
-            new = _average(old, mean_square, share)
+            new = _average(old, tl.sum(g * g, axis=1) / columns, share)
             tl.store(r + at, new, mask=is_row)
-            unknown = (new == 0) | (new == float("inf"))
+            stops = (new == 0) | (new == float("inf"))
             # In logarithms, which take fewer operations than a root and a division.
-            power = -exponent * tl.log2(tl.div_rn(tl.where(unknown, 1.0, new), row_correction))
-            power = tl.where(exponent == 0, 0.0, power)  # also of what is not a number
-            limit = most - 0.5 * tl.log2(mean_square)
+            relative = tl.log2(tl.div_rn(tl.where(stops, 1.0, new), row_correction)) - log_rho
+            power = tl.where(exponent == 0, 0.0, -exponent * relative)  # also of no number
+            moment = g
+            if exp_avg is not None:
+                moment = _moment(before, g, weight).to(tl.float32)
+            limit = log_largest_step - 0.5 * tl.log2(_squares(moment, scales) * mean_of_known)
             power = tl.where(limit < power, limit, power)
-            w = tl.where(unknown, 0.0, tl.exp2(power))
+            w = tl.where(stops, 0.0, tl.exp2(power))
         else:
             w = tl.load(weights + row, mask=is_row, other=0.0)
         active = (w != 0)[:, None]
@@ -432,14 +444,17 @@ def _lean(
         g = tl.where(active, g, 0.0)
         m = g
         if exp_avg is not None:
-            place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-            m = _updated(g, exp_avg + place, mask, weight)
-        step = tl.where(active, w[:, None] * m, 0.0)
+            m = _moment(before, g, weight)
+            tl.store(exp_avg + place, m, mask=mask)
+            m = m.to(tl.float32)
+        step = tl.where(active, (rate * w)[:, None] * m, 0.0)
         update += step
         square += g * g
-        count += tl.where(w != 0, 1.0, 0.0)
+        # Of a table with sparse gradients also rows count that are left out of this step alone.
+        counts = w != 0 if row_step is None else (new != 0) & (new != float("inf"))
+        count += tl.where(counts, 1.0, 0.0)
 
-        change = rate[None, :] * step
+        change = scales[None, :] * step
         if mean is not None:
             d = tl.load(mean + column, mask=column < _moving(columns, lr), other=0.0)
             change -= tl.where(active, d[None, :], 0.0)
@@ -451,7 +466,7 @@ def _lean(
             number = column + (first_column + (first >> 31))
             p = _rounded(p, at.to(tl.int32) + first_row, number, noise_t, salt)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
-    tl.store(sums + column, rate * tl.sum(update, axis=0), mask=inside)
+    tl.store(sums + column, tl.sum(scales[None, :] * update, axis=0), mask=inside)
     tl.store(sums + columns + column, tl.sum(square, axis=0), mask=inside)
     tl.store(sums + 2 * columns, tl.sum(count, axis=0))
 
@@ -507,10 +522,9 @@ def _mean(old, new, share):
 
 
 @triton.jit
-def _step_size(nu, t, seen, lr, log_beta1, log_beta2, scale, eps):
-    """lr / (sqrt(scale nu / (1 - beta2^seen)) + eps) / (1 - beta1^t); nu has seen so many."""
-    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, _correction(seen, log_beta2))) + eps
-    return tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), _correction(t, log_beta1)), denominator)
+def _denominator(nu, seen, log_beta2, scale, eps):
+    """sqrt(scale nu / (1 - beta2^seen)) + eps; nu has seen so many gradients."""
+    return tl.sqrt_rn(tl.div_rn(scale * nu, _correction(seen, log_beta2))) + eps
 
 
 @triton.jit
@@ -530,28 +544,26 @@ def _rounded(p, row, column, t, salt):
 
 
 @triton.jit
-def _updated(g, exp_avg, mask, weight):
-    """Update a block of the first moment, and return it as it is stored.
+def _moment(m, g, weight):
+    """A block of the first moment one step on, as it is stored.
 
     This, also in half precision, is what moves the parameter. A large weight loses nothing of a
     small gradient after a large one.
     """
-    m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
-    m = _mean(m, g, weight).to(exp_avg.dtype.element_ty)
-    tl.store(exp_avg, m, mask=mask)
-    return m.to(tl.float32)
+    return _mean(m.to(tl.float32), g, weight).to(m.dtype)
+
+
+@triton.jit
+def _squares(block, scales):
+    """The sums of squares of a block's rows, in the columns' units."""
+    block *= scales[None, :]
+    return tl.sum(block * block, axis=1)
 
 
 @triton.jit
 def _total(block):
     """The sum of all numbers of a block."""
     return tl.sum(tl.sum(block, axis=1), axis=0)
-
-
-@triton.jit
-def _power(x, exponent):
-    """x^exponent of a number that is not negative; 1 for an exponent of 0."""
-    return tl.where(exponent == 0, 1.0, tl.exp2(exponent * tl.log2(x)))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py
 
 # Without a GPU: compiles the kernels for several with the Triton of each torch since 2.7.
-TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0
+TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0
 gpu-compile: $(TRITONS:%=gpu-compile-%)
 gpu-compile-%: $(VENV)/installed
 	test -d $(VENV)/triton-$* || $(PIP) --no-deps --target $(VENV)/triton-$* triton==$*

@@ -1,5 +1,6 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
@@ -291,7 +292,7 @@ class CoupledAdam(torch.optim.Adam):
         """Complete the groups that come from elsewhere: assigned, appended, or of AdamW."""
         # In every step, as nothing tells when a group is assigned; it compares keys alone.
         for group in self.param_groups:
-            if not is_cores(group) and not group.keys() >= self.defaults.keys():
+            if not group.keys() >= self.defaults.keys() and not is_cores(group):
                 complete(group, self.defaults)
                 check_group(group)
 
@@ -430,7 +431,8 @@ class CoupledAdam(torch.optim.Adam):
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         is_compiling = torch.compiler.is_compiling()
         # Coupled groups first: what they refuse, they refuse before torch makes a state.
-        for group in sorted(self._own_groups(), key=lambda group: not group["coupled"]):
+        groups = self.param_groups if self.core is None else self._own_groups()
+        for group in sorted(groups, key=operator.itemgetter("coupled"), reverse=True):
             tensors: Tensors = ([], [], [], [], [], [])
             if is_compiling or not group["coupled"]:
                 has_complex = self._init_group(group, *tensors)

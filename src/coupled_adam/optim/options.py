@@ -197,10 +197,11 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
         if factor == 1 or isinstance(lr, Tensor) or lr == 0:
             continue
         others = [other for other in groups if not other["coupled"]]
-        if any(isinstance(other["lr"], Tensor) for other in others) or not others:
+        rates = [other["lr"] for other in others]
+        if not rates or Tensor in map(type, rates):
             continue
         # A schedule that knows the groups keeps their ratio, and so gives the others another rate.
-        if all(other["lr"] == lr for other in others):
+        if rates.count(lr) == len(rates):
             warn(
                 f"the coupled group was built with {factor:g} times the learning rate of the "
                 f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
@@ -208,7 +209,9 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
                 "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
             )
             return True
-        if all(2 * _share_of_rate(group) < _share_of_rate(other) for other in others):
+        if "initial_lr" in group and all(
+            2 * _share_of_rate(group) < _share_of_rate(other) for other in others
+        ):
             warn(
                 f"the coupled group was built with {factor:g} times the learning rate of the "
                 "others, but a schedule has taken more than half of that factor away: it leads all "
@@ -228,13 +231,14 @@ def warn_of_more_steps(groups: list[Group], states: Mapping[Tensor, Any]) -> boo
     """Warn if there were clearly more steps than a rate is for, and return whether there were."""
     for group in groups:
         steps = re.match(r"steps=(\d+)", str(group.get("lr_factor_from", "")))
-        taken = [states[p]["step"] for p in group["params"][:1] if steps and states.get(p)]
+        if not steps or not group["params"] or not (state := states.get(group["params"][0])):
+            continue
         # A count that is on an accelerator is not asked for.
-        if steps and any(t.device.type == "cpu" and t > 1.1 * int(steps[1]) for t in taken):
+        if state["step"].is_cpu and state["step"] > 1.1 * int(steps[1]):
             warn(
                 f"{steps[0]} chose the embeddings' learning rate, {group['initial_lr_factor']:g} "
-                f"times that of the others, but this is step {int(taken[0])}: steps= is the number "
-                "of optimizer steps of the whole training"
+                f"times that of the others, but this is step {int(state['step'])}: steps= is the "
+                "number of optimizer steps of the whole training"
             )
             return True
     return False

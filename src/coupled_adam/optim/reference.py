@@ -102,7 +102,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     sums = torch.cat([step.sum(0), grad.square().sum(0), active.sum(0).to(step.dtype)])
     # 3. e: also take back the distance by which the step before has moved the mean
     if (d := given_back(matrix)) is not None:
-        step = step - torch.where(active, d, 0.0)
+        step = step - active.to(step.dtype) * d
     move(matrix, step, scalars)
     return sums
 

@@ -87,11 +87,12 @@ def add_up(vectors: Sequence[tuple[Tensor, Ranks]]) -> list[Tensor]:
     Returns:
         The vectors, added up, in their order, dtypes and devices.
     """
-    results = [vector for vector, _ in vectors]
+    results = []
     # By device as well, as vectors are concatenated; the order is that of the optimizer's groups,
     # which is the same on all ranks, as collectives need it.
     groups: dict[Any, list[int]] = {}
     for i, (vector, ranks) in enumerate(vectors):
+        results.append(vector)
         if ranks:
             groups.setdefault((ranks, vector.device), []).append(i)
     for (ranks, device), members in groups.items():

@@ -62,15 +62,15 @@ def update_coupled(
 ) -> None:
     """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
     # 1. Sum the squares of this rank's rows, [columns] for each matrix
-    sums = []
+    sums, vectors = [], []
     for matrix in matrices:
         # The kernel may update exp_avg in this pass if nothing can follow that changes the gradient
         # (a penalty came after unscaling) or that skips the step.
         is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
         sums.append(matrix.kernel.sum_squares(matrix, found_inf is None and not is_scaled))
+        vectors.append((sums[-1].columns, matrix.row_ranks))
     # 2. Add up those of all ranks
-    totals = add_up([(own.columns, matrix.row_ranks) for matrix, own in zip(matrices, sums)])
-    for own, total in zip(sums, totals):
+    for own, total in zip(sums, add_up(vectors)):
         own.columns = total
     # 3. Update, the last matrix first: its gradient may still be in the cache
     for matrix, own in reversed([*zip(matrices, sums)]):
@@ -82,22 +82,23 @@ def update_lean(
     matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """LEAN: update with the sums of the step before, and add up those for the next one."""
-    stepping = [
-        (matrix, scalars)
-        for matrix in matrices
-        if (scalars := _advance(matrix, factor, found_inf)) is not None
-    ]
+    stepping, cut = [], []
+    for matrix in matrices:
+        if (scalars := _advance(matrix, factor, found_inf)) is not None:
+            stepping.append((matrix, scalars))
+            if not matrix.has_whole_rows:
+                cut.append((matrix, scalars))
     # 1. Where ranks or segments have parts of rows: the weights of whole rows, [rows]
-    weights = _weights([x for x in stepping if not x[0].has_whole_rows])
+    weights = _weights(cut) if cut else {}
     # 2. The pass, and its sums over this rank's rows, [2 columns + 1] for each matrix
-    summed = []
+    summed, vectors = [], []
     for matrix, scalars in stepping:
         total = matrix.kernel.lean(matrix, weights.get(matrix), scalars)
         if total is not None:  # otherwise the kernel has finished the step
-            summed.append((matrix, total))
+            summed.append(matrix)
+            vectors.append((total, matrix.row_ranks))
     # 3. nu and d, by the sums over all ranks
-    totals = add_up([(total, matrix.row_ranks) for matrix, total in summed])
-    for (matrix, _), total in zip(summed, totals):
+    for matrix, total in zip(summed, add_up(vectors)):
         reference.finish(matrix, total)
 
 

@@ -12,6 +12,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(WORKERS) --dist
 # AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
 	$(BIN)/coupled-adam compare --resume
+	@echo "Here the command is $(BIN)/coupled-adam; after 'source $(BIN)/activate' it is coupled-adam."
 
 # Every check before a change lands: format, lint, types, and all tests that do not take long.
 test: $(VENV)/installed
@@ -51,8 +52,8 @@ gpu-compile-%: $(VENV)/installed
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
 PIP := $(BIN)/pip --disable-pip-version-check install --no-compile
-# On all cores, where pip would use one; what some packages have for other versions of Python is no error.
-COMPILE = -$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+# On all cores, where pip would use one. Some packages have files for other versions of Python, which fail.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 # Training frameworks for tests/frameworks, which skips those that are not installed. They are compiled
 # as far as a test imports them, which is a small part.

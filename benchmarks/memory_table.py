@@ -98,21 +98,20 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
     return sizes
 
 
-def markdown(sizes: dict[str, dict[str, int]], names: list[str] | None = None) -> str:
-    """The rows of the tables in README.md and docs/speed.md, in GB of 10^9 bytes."""
-    rows = []
-    for name, size in sizes.items():
-        if names is not None and name not in names:
-            continue
-        share = size["embeddings"] / size["parameters"]
-        cells = [name, f"{size['parameters'] / 1e6:,.0f}M", f"{share:.0%}".replace("%", " %")]
-        cells += [f"{size[kind] / 1e9:.2f}" for kind in ("AdamW", "LEAN", "Muon and LEAN")]
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join(rows)
-
-
 BESIDE = ("AdamW", "LEAN", "8-bit AdamW", "adamw_bnb_8bit", "8-bit AdamW and LEAN")
 BESIDE += ("Muon", "Muon and LEAN", "APOLLO", "APOLLO and LEAN")
+FIRST_PAGE = ("Gemma 3 270M", "Qwen3-0.6B", "Gemma 3 1B", "Gemma 4", "Llama-3-8B")
+
+
+def markdown(sizes: dict[str, dict[str, int]]) -> str:
+    """The rows of the table in README.md, without APOLLO, in GB of 10^9 bytes."""
+    rows = []
+    for name in FIRST_PAGE:
+        size = sizes[name]
+        share = f"{size['embeddings'] / size['parameters']:.0%}".replace("%", " %")
+        cells = [name, share, *(f"{size[kind] / 1e9:.2f}" for kind in BESIDE[:7])]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
 
 
 def markdown_beside(sizes: dict[str, dict[str, int]]) -> str:

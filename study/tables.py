@@ -1,4 +1,4 @@
-"""Write the tables of the README, of ``docs/study/`` and of ``tables.md``, between their marks.
+"""Write the tables of ``docs/study/``, ``docs/tables.md`` and ``tables.md``, between their marks.
 
     python -m study.tables
 
@@ -52,9 +52,9 @@ from .run import HERE
 DOCS = HERE.parent / "docs" / "study"
 GPU = HERE.parent / "benchmarks" / "results" / "gpu" / "nvidia-h200.json"
 TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip": False}
-"""The case of ``benchmarks/gpu.py`` that the README shows."""
+"""The case of ``benchmarks/gpu.py`` that :func:`_recommended` shows."""
 PAGES = (
-    *(HERE.parent / page for page in ("README.md", "docs/tables.md")),
+    DOCS.parent / "tables.md",
     *sorted(DOCS.glob("*.md")),
     HERE / "tables.md",
 )
@@ -268,7 +268,7 @@ def _summary() -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Recommended:
-    """A row of the README's table.
+    """A row of :func:`_recommended`.
 
     line: the runs.
     state: what is kept of a matrix [V, H].
@@ -296,7 +296,7 @@ RECOMMENDED = (
 """What we recommend and its rivals, after 20M tokens."""
 
 
-def _readme() -> Table:
+def _recommended() -> Table:
     """The rows of :data:`RECOMMENDED` in words that need no other page, without tests."""
     rows = [
         [
@@ -738,7 +738,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "peers": _peers,
     **{name: partial(_by_factor, *rules) for name, rules in BY_FACTOR.items()},
     "movement": _movement,
-    "readme": _readme,
+    "recommended": _recommended,
     "geometry": _geometry,
     "wider": _wider,
     "wider_pairs": _wider_pairs,

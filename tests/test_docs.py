@@ -72,9 +72,9 @@ def commands(block):
 
 def our_arguments(command):
     """The arguments of ``coupled-adam`` in a command line, also behind torchrun; or None."""
-    for program in ("coupled-adam", "coupled_adam"):
-        if program in command:
-            return command[command.index(program) + 1 :]
+    for i, word in enumerate(command):
+        if word in ("coupled-adam", "coupled_adam", ".venv/bin/coupled-adam"):
+            return command[i + 1 :]
     return None
 
 

@@ -44,7 +44,8 @@ def test_processes_that_differ(key, number, tmp_path, small_recipe, text_file):
     )
     said = [process.communicate()[1] for process in started]
     assert [process.returncode for process in started] == [2] * number, said
-    assert f"the processes of a run do not agree: {key} is " in said[0]
+    assert "the processes of a run do not agree: " in said[0]
+    assert f" {key} is " in said[0]
     assert f" in {number - 1}. Start all of them" in said[0]
     assert not (tmp_path / "run").exists()
 

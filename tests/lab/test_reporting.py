@@ -269,14 +269,17 @@ def test_the_best_arm_with_each_optimizer(recipe):
     ]
     (paragraph,) = conclusion(frame_of(runs), {})
     assert paragraph.startswith(
-        "The test loss of LEAN, f = 2 is higher than that of AdamW, f = 4 by 1.00"
+        "AdamW, f = 4 has the lowest test loss, 6.017; LEAN, f = 2 is 1.002 higher; "
     )
-    assert "The test loss of mine: AdamW, beta1 0 is higher than that of AdamW, f = 4" in paragraph
+    assert "The test loss of LEAN, f = 2 is higher than that of AdamW, f = 4 by 1.00" in paragraph
+    assert "; mine: AdamW, beta1 0 is 3.005 higher. " in paragraph
     # It is called by that name alone once its options have been said.
-    assert paragraph.endswith(
+    assert "The test loss of mine is higher than that of AdamW, f = 4" in paragraph
+    assert (
         "The arms with the lowest validation loss are AdamW, f = 4 (4.015); LEAN, f = 2 (4.215); "
         "mine (4.115)."
-    )
+    ) in paragraph
+    assert paragraph.endswith("values tried: the best may be lower.")
 
 
 def test_a_report_shows_itself(comparison):

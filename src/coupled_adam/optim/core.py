@@ -80,6 +80,12 @@ def lend(core: Optimizer, groups: list[Group], state: defaultdict[Tensor, Any]) 
     return core
 
 
+def step(core: Optimizer) -> None:
+    """Take a step of the core; torch's hooks of all optimizers are called around ours alone."""
+    taken: Any = type(core).step
+    (taken.__wrapped__ if getattr(taken, "hooked", False) else taken)(core)
+
+
 def lend_own_state(core: Optimizer) -> Optimizer:
     """Let the core see no other states than its own, as ``state_dict`` needs it; return it."""
     params = {p for group in core.param_groups for p in group["params"]}

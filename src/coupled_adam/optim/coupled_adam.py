@@ -412,7 +412,7 @@ class CoupledAdam(torch.optim.Adam):
         coupled, uncoupled = self._collect()
         # 3. The updates; those of others first, which may refuse something, too
         if self.core is not None:
-            self._lend().step()
+            cores.step(self._lend())
         for group, tensors, has_complex in uncoupled:
             self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
         update(coupled, unscale, found_inf)

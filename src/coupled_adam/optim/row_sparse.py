@@ -136,5 +136,5 @@ def decayed(r: Tensor, row_step: Tensor, t: float | Tensor, beta2: float | Tenso
 
 
 def count_of(r: Tensor) -> Tensor:
-    """The number of rows that move, 0-dim: those that have had a gradient."""
-    return (r != 0).sum()
+    """The number of rows that move, 0-dim: those that have had a gradient without overflow."""
+    return ((r != 0) & (r != torch.inf)).sum()

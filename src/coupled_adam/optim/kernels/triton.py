@@ -373,27 +373,23 @@ def _lean(
 
     second = tl.load(nu + column, mask=inside, other=0.0)
     t = _number(t)
-    if r is not None:
-        # rho, without columns of which nothing is known, or whose squares have overflowed. In a
-        # block with each column ROWS times, as in this layout threads have enough registers.
-        columns_of_nu = tl.broadcast_to(second[None, :], (ROWS, COLUMNS))
-        of_block = (columns_of_nu != 0) & (columns_of_nu != float("inf"))
-        of_known = tl.maximum(_total(of_block.to(tl.float32)), 1.0)
-        logs = tl.log2(tl.where(of_block, columns_of_nu, 1.0))
-        center = _total(logs) / of_known
-        distance = tl.where(of_block, logs - center, 0.0)
-        distance = tl.minimum(tl.maximum(distance, -log_limit), log_limit)
-        log_rho = center + _total(distance) / of_known
-        log_rho -= tl.log2(_correction(t - 1, log_beta2))
     # Columns of which nothing is known, or whose squares have overflowed, do not move.
     is_known = (second != 0) & (second != float("inf"))
     second = tl.where(is_known, second, 1.0)
     scales = tl.div_rn(1.0, _denominator(second, t - 1, log_beta2, scale, eps))
     scales = tl.where(is_known, scales, 0.0)
-    mean_of_known = tl.div_rn(scale, tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0))
+    # rho, of the others, with the bias of r, which has seen one gradient more
+    known = tl.maximum(tl.sum(is_known.to(tl.float32), axis=0), 1.0)
+    logs = tl.log2(second)
+    center = tl.sum(logs, axis=0) / known
+    distance = tl.where(is_known, logs - center, 0.0)
+    distance = tl.minimum(tl.maximum(distance, -log_limit), log_limit)
+    bias = tl.div_rn(_correction(t, log_beta2), _correction(t - 1, log_beta2))
+    log_rho = center + tl.sum(distance, axis=0) / known + tl.log2(bias)
+    log_largest_step -= 0.5 * tl.log2(scale / known)
 
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
-    rate, row_correction = _number(lr).to(tl.float32), _correction(t, log_beta2)
+    rate = _number(lr).to(tl.float32)
     if exp_avg is not None:
         moment_correction = _correction(t, log_beta1)
         rate = tl.div_rn(rate, moment_correction)
@@ -429,12 +425,12 @@ def _lean(
             tl.store(r + at, new, mask=is_row)
             stops = (new == 0) | (new == float("inf"))
             # In logarithms, which take fewer operations than a root and a division.
-            relative = tl.log2(tl.div_rn(tl.where(stops, 1.0, new), row_correction)) - log_rho
+            relative = tl.log2(tl.where(stops, 1.0, new)) - log_rho
             power = tl.where(exponent == 0, 0.0, -exponent * relative)  # also of no number
             moment = g
             if exp_avg is not None:
                 moment = _moment(before, g, weight).to(tl.float32)
-            limit = log_largest_step - 0.5 * tl.log2(_squares(moment, scales) * mean_of_known)
+            limit = log_largest_step - 0.5 * tl.log2(_squares(moment, scales))
             power = tl.where(limit < power, limit, power)
             w = tl.where(stops, 0.0, tl.exp2(power))
         else:
@@ -457,7 +453,7 @@ def _lean(
         change = scales[None, :] * step
         if mean is not None:
             d = tl.load(mean + column, mask=column < _moving(columns, lr), other=0.0)
-            change -= tl.where(active, d[None, :], 0.0)
+            change -= active.to(tl.float32) * d[None, :]
         place = _place(at, param_row_stride, column, param_column_stride)
         p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
         if noise_t is not None:
@@ -558,12 +554,6 @@ def _squares(block, scales):
     """The sums of squares of a block's rows, in the columns' units."""
     block *= scales[None, :]
     return tl.sum(block * block, axis=1)
-
-
-@triton.jit
-def _total(block):
-    """The sum of all numbers of a block."""
-    return tl.sum(tl.sum(block, axis=1), axis=0)
 
 
 @triton.jit

@@ -131,8 +131,8 @@ def param_groups(
     Returns:
         A list of groups to pass to the optimizer: the matrices that decay, the rest, and last the
         coupled matrices. In groups of their own are those stored as [H, V], an untied head with a
-        rate of its own, untied input tables, which LEAN updates without ``zero_sum``, and tables
-        with ``sparse=True``, which have no weight decay, either. Each group has ``params``,
+        rate of its own, and tables with ``sparse=True``, which are updated without ``zero_sum`` and
+        weight decay. Each group has ``params``,
         ``param_names``, ``coupled``, and whichever of the options above is not left to the
         optimizer. The list prints as a table. Other optimizers of torch can take it, too, such as
         AdamW for comparison: they ignore options that they do not have, and raise an error where
@@ -224,8 +224,6 @@ def param_groups(
         if embedding := embedding_of.get(p):
             decay = coupled_decay
             group |= {"vocab_dim": embedding.vocab_dim, **options}
-            if options.get("row_exponent") and embedding.sides == {"input"}:
-                group["zero_sum"] = False  # no softmax reads it, and its gradients have a mean
             if embedding.has_sparse_gradients:  # what would move all rows is left out
                 decay = 0.0
                 group |= {"zero_sum": False, "weight_decay": decay, "sparse": True}
@@ -246,8 +244,7 @@ def param_groups(
         # that frameworks log is the first group's, which should be the optimizer's own.
         is_sparse = "sparse" in group
         key = (
-            *(p in embedding_of, has_head_lr, is_sparse, group.get("zero_sum") is False),
-            group.get("vocab_dim", 0),
+            *(p in embedding_of, has_head_lr, is_sparse, group.get("vocab_dim", 0)),
             *(role not in DECAYING, decay or 0.0),
         )
         group = groups.setdefault(key, group)

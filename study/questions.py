@@ -764,16 +764,38 @@ ADAMW_FACTORS = {
 }
 """What the validation loss of AdamW at 0, 0.999 has chosen in the settings of the finals."""
 
+LEAN_FACTORS = {
+    "constant": 16 / 2**0.5,
+    "1.2M": 16.0,
+    "H=32": 2**3.5,
+    "untied": 8.0,
+    "rotary": 8.0,
+    "512": 6.25,
+    "1k": 12.5,
+    "16k": 16.0,
+    "64k": 16.0,
+    "2400 steps": 2**2.5,
+    "H=128": 2**4.5,
+    "V=16384": 2**4.5,
+    "9768 steps": 2**1.5,
+}
+"""The same of LEAN's second edition, shortest first."""
+
 
 def _rivals() -> dict[str, Entry]:
-    """AdamW at 0, 0.999 with its embeddings decayed, at its best factor and beside it."""
+    """AdamW at 0, 0.999 and LEAN with decayed embeddings, at their best factors and beside them."""
+    arms = {
+        "adamw 0 0.999": (WITHOUT_MOMENTUM, ADAMW_FACTORS),
+        "lean2 0 0.99": ({**LEAN2, "beta2": 0.99}, LEAN_FACTORS),
+    }
     return {
-        f"{setting} adamw 0 0.999 decay=0.02 {times}": Entry(
-            {**WITHOUT_MOMENTUM, **DECAY, "lr_factor": factor * multiple},
+        f"{setting} {arm} decay=0.02 {times}": Entry(
+            {**options, **DECAY, "lr_factor": factor * multiple},
             FINAL_SETTINGS[setting].overrides,
             FAST,
         )
-        for setting, factor in ADAMW_FACTORS.items()
+        for arm, (options, factors) in arms.items()
+        for setting, factor in factors.items()
         for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
     }
 
@@ -790,28 +812,12 @@ def _small_batches() -> dict[str, Entry]:
 
 
 FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
-    name: (FINAL_SETTINGS[name].overrides, factor)
-    for name, factor in {
-        "constant": 16 / 2**0.5,
-        "1.2M": 16.0,
-        "H=32": 2**3.5,
-        "untied": 8.0,
-        "rotary": 8.0,
-        "512": 6.25,
-        "1k": 12.5,
-        "16k": 16.0,
-        "64k": 16.0,
-        "2400 steps": 2**2.5,
-        "H=128": 2**4.5,
-        "V=16384": 2**4.5,
-        "9768 steps": 2**1.5,
-    }.items()
+    name: (FINAL_SETTINGS[name].overrides, factor) for name, factor in LEAN_FACTORS.items()
 } | {
     f"{name} low": (FINAL_SETTINGS[name].overrides, factor)
     for name, factor in {"512": 3.125, "1.2M": 4.0, "2400 steps": 2.0}.items()
 }
-"""The settings of the finals, shortest first, with the factor that the validation loss of LEAN's
-second edition has chosen, and three of them at low rates."""
+"""The settings of the finals, shortest first, and three of them at low rates."""
 
 FORMULAS = tuple(
     f"{formula}{zero_sum}"

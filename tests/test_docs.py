@@ -25,8 +25,7 @@ import coupled_adam
 import token_models
 from coupled_adam import cli
 from coupled_adam.cli.parser import parsed
-from coupled_adam.cli.recipes import explained
-from coupled_adam.lab.recipe import load_recipe, load_values
+from coupled_adam.lab.recipe import load_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
@@ -113,11 +112,6 @@ def test_commands(block):
             assert block.reason, f"{block}: nothing checks {command}"
 
 
-def test_the_keys_of_a_recipe_are_those_that_are_printed():
-    (block,) = (block for block in BLOCKS if block.page == "docs/recipe.md")
-    assert block.text.strip() == explained(load_recipe("demo")).strip()
-
-
 def test_promises_name_their_tests():
     """Each row of the page has one, and it is in the file that is named before it."""
     page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
@@ -134,7 +128,6 @@ def test_promises_name_their_tests():
 
 
 WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and the rows"] * 9)
-SIMILAR = [("king", "queen", 8.6), ("king", "bread", 1.2), ("queen", "bread", 0.9)]
 
 # Python. What a page speaks of without making it, such as `model`, is made here.
 
@@ -199,15 +192,6 @@ def for_analyze():
     return {"model": gpt2()}
 
 
-def for_evaluation():
-    Path("word-similarity").mkdir()
-    rated = [("word1", "word2", "rating"), *SIMILAR]
-    lines = [f"{one}\t{other}\tN\t{rating}" + 6 * "\t1" for one, other, rating in rated]
-    Path("word-similarity/SimLex-999.txt").write_text("\n".join(lines))
-    words = tokenizer()
-    return {"matrix": torch.randn(len(words), 4), "tokenizer": words}
-
-
 def for_optimizer():
     model = gpt2(tie_word_embeddings=False)
     others = {"translator": Translator(), "hooked": Hooked(), "mine": HandWritten()}
@@ -251,7 +235,6 @@ def for_frameworks():
 
 SETUP = {
     "docs/analyze.md": for_analyze,
-    "docs/laboratory.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
     "docs/switching.md": for_switching,

@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
@@ -132,30 +131,6 @@ WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and
 # Python. What a page speaks of without making it, such as `model`, is made here.
 
 
-class HandWritten(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(96, 8)
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        self.head = nn.Parameter(torch.randn(8, 96))
-
-
-class Translator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.source, self.target = nn.Embedding(32000, 2), nn.Embedding(28000, 2)
-
-
-class Hooked(nn.Module):
-    """A model with the names of TransformerLens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.unembed = nn.Module(), nn.Module()
-        self.embed.W_E = nn.Parameter(torch.randn(96, 8))
-        self.unembed.W_U = nn.Parameter(torch.randn(8, 96))
-
-
 def gpt2(**options):
     small = {"n_positions": 32, "n_embd": 8, "vocab_size": 50304}
     return token_models.gpt2(**{**small, **options})
@@ -190,12 +165,6 @@ def loss(model):
 def for_analyze():
     save_model("my-model")
     return {"model": gpt2()}
-
-
-def for_optimizer():
-    model = gpt2(tie_word_embeddings=False)
-    others = {"translator": Translator(), "hooked": Hooked(), "mine": HandWritten()}
-    return {"model": model, "loss": loss(model), **others}
 
 
 def for_switching():
@@ -233,35 +202,44 @@ def for_frameworks():
     return {"model": gpt2(), "get_loss": loss}
 
 
-SETUP = {
+TO_MEND = {
+    "README.md": lambda: {"model": gpt2()},
     "docs/analyze.md": for_analyze,
+    "docs/beside.md": lambda: {"model": gpt2()},
     "docs/frameworks.md": for_frameworks,
-    "docs/optimizer.md": for_optimizer,
+    "docs/jax.md": dict,
+    "docs/practice.md": lambda: {"model": gpt2()},
     "docs/switching.md": for_switching,
+    "docs/study/rate.md": lambda: {"model": gpt2()},
+    "docs/tables.md": dict,
 }
+"""Pages whose blocks need names that nothing on the page makes, or those of the blocks above."""
+
+PYTHON = [block for block in BLOCKS if block.language == "python" and block.reason is None]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
 @pytest.mark.filterwarnings("ignore:in the first step only")  # of a batch of a few tokens
 @pytest.mark.filterwarnings("ignore:param group 2 was constructed with betas")  # a page about it
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow if page == "docs/jax.md" else ())  # needs jax
-        for page in sorted({b.page for b in BLOCKS if b.language == "python"})
-    ],
+    "block",
+    [pytest.param(b, marks=[pytest.mark.slow] * ("jax" in b.page), id=str(b)) for b in PYTHON],
 )
-def test_python(page, tmp_path, monkeypatch):
-    """All blocks of a page, one after the other, as in a session that has imported our names."""
-    if page == "docs/jax.md":
+def test_python(block, tmp_path, monkeypatch):
+    """Each block runs as typed: alone, after the first of its page, which makes the model."""
+    if "jax" in block.page:
         pytest.importorskip("optax")
     monkeypatch.chdir(tmp_path)
-    names = {name: getattr(coupled_adam, name) for name in coupled_adam.__all__}
-    names |= {"torch": torch} | SETUP.get(page, lambda: {"model": gpt2()})()
-    for block in BLOCKS:
-        if block.page == page and block.language == "python" and block.reason is None:
-            program = "\n" * block.line + block.text  # so that a traceback names the page's line
-            exec(compile(program, ROOT / page, "exec"), names)
+    names = {}
+    above = [b for b in PYTHON if b.page == block.page and b.line < block.line]
+    if block.page in TO_MEND:
+        names = {name: getattr(coupled_adam, name) for name in coupled_adam.__all__}
+        names |= {"torch": torch} | TO_MEND[block.page]()
+    else:
+        above = above[:1]
+    for each in (*above, block):
+        program = "\n" * each.line + each.text  # so that a traceback names the page's line
+        exec(compile(program, ROOT / each.page, "exec"), names)
 
 
 # Commands that are quick enough, on models and runs of seconds.

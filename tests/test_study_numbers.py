@@ -1567,13 +1567,6 @@ def test_the_mean_over_settings():
     )
 
 
-def test_embeddings_that_decay():
-    """What docs/optimizer.md says of AdamW: at neither rate is a difference significant."""
-    for lr in ("0.005", "0.02"):
-        names = ("alternatives", f"lr={lr} weight_decay"), ("learning_rate", f"lr={lr} adamw")
-        assert p_of_pairs(differences(*names, "test")) > 0.05
-
-
 def test_48_million_tokens():
     names = [("betas_48M", name) for name in ("a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2")]
     said(

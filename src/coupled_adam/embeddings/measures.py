@@ -1,7 +1,7 @@
 """The registry of measures: a table with a record for each, and the class that holds the numbers.
 
 A record has everything that a report, a log or a page needs to know of a measure. To add one: its
-record in the table here and its field in :class:`Measures`, its line in ``docs/analyze.md``, and its
+record in the table here, its field in :class:`Measures`, its line in ``docs/analyze.md``, and its
 test.
 """
 

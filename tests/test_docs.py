@@ -202,7 +202,6 @@ TO_MEND = {
     "docs/beside.md": lambda: {"model": gpt2()},
     "docs/frameworks.md": for_frameworks,
     "docs/jax.md": dict,
-    "docs/practice.md": lambda: {"model": gpt2()},
     "docs/switching.md": for_switching,
     "docs/study/rate.md": lambda: {"model": gpt2()},
     "docs/tables.md": dict,

@@ -843,6 +843,25 @@ def _formula() -> dict[str, Entry]:
     }
 
 
+def _cores() -> dict[str, Entry]:
+    """Optimizers of the embeddings beside an 8-bit core, at their best factors beside AdamW."""
+    adamw = {**ADAMW, "beta1": 0.9, "beta2": 0.95}
+    arms = {
+        "adamw 0.9 0.95": (adamw, "cores:EIGHT_BIT_CORE"),
+        "adamw 0 0.999": (WITHOUT_MOMENTUM, "cores:EIGHT_BIT_CORE"),
+        "lean2 0 0.99": ({**LEAN2, "beta2": 0.99}, "cores:EIGHT_BIT_CORE"),
+        "all 0.9 0.95": (adamw, "cores:EIGHT_BIT_ALL"),
+        "all 0 0.999": (WITHOUT_MOMENTUM, "cores:EIGHT_BIT_ALL"),
+    }
+    return {
+        f"8-bit {name} {times}": Entry(
+            {**options, "lr_factor": multiple * 2**2.5}, _steps(2400), variant
+        )
+        for name, (options, variant) in arms.items()
+        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+    }
+
+
 def _fewest_steps() -> dict[str, Entry]:
     """LEAN's second edition at the cap of its rule for the rate, and above."""
     options, variant = FINAL_ARMS["lean2 0 0.99"]
@@ -1080,6 +1099,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "finals": _finals(),
     "final_rates": _final_rates(),
     "rivals": _rivals(),
+    "cores": _cores(),
     "small_batches": _small_batches(),
     "fewest_steps": _fewest_steps(),
     "formula": _formula(),
@@ -1109,6 +1129,7 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
+    "cores",
     "ember_and_free",
     "fewest_steps",
     "final_rates",

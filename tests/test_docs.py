@@ -193,14 +193,9 @@ def for_switching():
     }
 
 
-def for_frameworks():
-    return {"model": gpt2(), "get_loss": loss}
-
-
 TO_MEND = {
     "README.md": lambda: {"model": gpt2()},
     "docs/beside.md": lambda: {"model": gpt2()},
-    "docs/frameworks.md": for_frameworks,
     "docs/jax.md": dict,
     "docs/switching.md": for_switching,
     "docs/study/rate.md": lambda: {"model": gpt2()},

@@ -141,6 +141,7 @@ CASES = {
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="not installed")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_deepspeed(ranks, frameworks_in_processes):
+    """ZeRO 1 and 2: training, clipping, saving and loading."""
     run_on_ranks(ranks, __file__, CASES)
 
 

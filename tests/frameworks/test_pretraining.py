@@ -69,6 +69,7 @@ def test_litgpt():
 
 
 def test_torchtitan():
+    """Its container, three steps and a checkpoint; its trainer needs a GPU."""
     pytest.importorskip("torchtitan.components.optimizer")
     from coupled_adam.integrations.torchtitan import default_coupled_adamw
 
@@ -149,6 +150,7 @@ def test_olmo_core_finds_the_matrices():
 
 
 def test_olmo_core():
+    """Its configuration of an optimizer; test_trainers.py has its trainer."""
     pytest.importorskip("olmo_core.optim")
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.optim import OptimConfig
@@ -175,7 +177,7 @@ def test_llama_factory():
 
 
 def test_axolotl(tmp_path):
-    """Its plugin manager gives the trainer the factory, and its trainer's mixin calls it.
+    """Its plugin manager gives the factory, and its mixin calls it; its trainer does not run.
 
     The mixin's package cannot be imported without numba, but its file can. ``optim_args`` comes as
     text.
@@ -214,7 +216,7 @@ def test_axolotl(tmp_path):
 
 
 def test_nemo_automodel():
-    """From a class path and options, as its recipes build what a YAML file names."""
+    """From a class path and options, as its recipes do, which need a GPU."""
     optim = pytest.importorskip("nemo_automodel.components.optim.optimizer")
     model = Decoder()
     options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}

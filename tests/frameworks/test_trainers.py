@@ -77,6 +77,7 @@ class TwoMatrices(torch.nn.Module):
 
 
 def litgpt(folder):
+    """Its trainer, ``pretrain``."""
     from litgpt import Config, pretrain
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import DataModule
@@ -114,6 +115,7 @@ def litgpt(folder):
 
 
 def ms_swift(folder):
+    """Its trainer, ``sft_main``."""
     from swift import sft_main
 
     (folder / "plugin.py").write_text("import coupled_adam.integrations.ms_swift\n")
@@ -139,6 +141,7 @@ def ms_swift(folder):
 
 
 def olmo_core(folder):
+    """Its trainer."""
     from olmo_core.data.data_loader import TextDataLoaderBase
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.train import Duration, TrainerConfig
@@ -178,6 +181,7 @@ def olmo_core(folder):
 
 
 def timm(folder):
+    """``create_optimizer_v2``, on a model with embeddings, in a loop of our own."""
     # It needs CUDA's libraries. timm imports it, and its optimizers do not use it.
     stand_in("torchvision", "datasets", "ops", "ops.misc", "transforms", "transforms.functional")
     from timm.optim import OptimInfo, create_optimizer_v2
@@ -200,6 +204,7 @@ def timm(folder):
 
 
 def ignite(folder):
+    """Its engine."""
     from ignite.engine import create_supervised_trainer
 
     model = TwoMatrices()
@@ -238,7 +243,7 @@ def sentence_transformers(folder):
 
 
 def llama_factory(folder):
-    """Its launcher, in each of torchrun's processes."""
+    """The launcher of its trainer, v1, in each of torchrun's two processes."""
     torch.accelerator.synchronize = lambda: None  # which on a CPU it would call in vain
     (folder / "config.yaml").write_text(f"""
     model: {folder}/model

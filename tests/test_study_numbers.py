@@ -1654,7 +1654,7 @@ def test_how_much_was_run():
 def test_what_the_paper_argues():
     theory = json.loads((ROOT / "benchmarks/results/theory.json").read_text())
     head = theory["sums"]["output"]["updates"]
-    said("Of AdamW's updates # adds up", head["AdamW"], page=PAPER)
+    said("AdamW's have #, in the direction", head["AdamW"], page=PAPER)
     assert max(head["SGD"], head["Coupled Adam"]) < 1e-7
 
 

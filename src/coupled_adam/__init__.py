@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coupled_adam.optim.clipping import clip_grad_norm_
     from coupled_adam.optim.conversion import to_adam_state_dict
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
     from coupled_adam.optim.find_embeddings import embedding_parameters
@@ -26,6 +27,7 @@ __all__ = [
     "CoupledAdamW",
     "FlatShard",
     "MuonWithCoupledAdam",
+    "clip_grad_norm_",
     "embedding_parameters",
     "kernels",
     "param_groups",
@@ -40,6 +42,7 @@ _MODULES = {
     "CoupledAdamW": "coupled_adam",
     "FlatShard": "flat",
     "MuonWithCoupledAdam": "muon",
+    "clip_grad_norm_": "clipping",
     "embedding_parameters": "find_embeddings",
     "kernels": "kernels",
     "param_groups": "param_groups",

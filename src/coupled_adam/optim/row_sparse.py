@@ -21,6 +21,7 @@ back. A dense gradient of the same table means the same, and takes a pass over a
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,19 +65,57 @@ def touched(matrix: CoupledMatrix) -> CoupledMatrix:
         RuntimeError: on a CPU, if a number is no row of the table. On a GPU, where the host would
             have to wait for the answer, such a row of the gradient is left out.
     """
-    from coupled_adam.optim.kernels import native
-
-    (rows,), values = matrix.grad._indices(), matrix.grad._values()
-    check_rows(rows, matrix.vocab_size)
-    if not matrix.grad.is_coalesced():
-        added = native.add_duplicates(rows, values) if rows.is_cpu else None
-        if added is None:
-            grad = matrix.grad.coalesce()
-            added = grad.indices()[0], grad.values()
-        rows, values = added
+    grad = coalesced(matrix.grad)
+    (rows,), values = grad.indices(), grad.values()
     # As wide as the table, for the kernel in C; what is wider is not rounded.
     values = values.to(torch.promote_types(values.dtype, matrix.param.dtype))
     return replace(matrix, grad=values.contiguous(), touched=rows.contiguous())
+
+
+def coalesced(gradient: Tensor) -> Tensor:
+    """A sparse gradient [V, H] with each row once: equal ones are added up, in a fixed order.
+
+    Raises:
+        RuntimeError: on a CPU, if a number is no row of the table.
+    """
+    from coupled_adam.optim.kernels import native
+
+    (rows,), values = gradient._indices(), gradient._values()
+    check_rows(rows, len(gradient))
+    if gradient.is_coalesced():
+        return gradient
+    added = native.add_duplicates(rows, values) if rows.is_cpu else None
+    if added is None:
+        return gradient.coalesce()
+    rows, values = added
+    return torch.sparse_coo_tensor(
+        rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _norm(
+    x: Tensor,
+    order: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The norm of a sparse tensor, as that of the dense one: equal rows are added up before."""
+    if dim is not None or order < 0 or x.sparse_dim() != 1 or x.dense_dim() != 1:
+        values = x.to_dense()
+    else:
+        # torch does not know that the largest of no numbers is 0 here.
+        values = coalesced(x).values() if x._nnz() else x._values().new_zeros(1)
+    norm: Tensor = torch.linalg.vector_norm(values, order, dim, keepdim, dtype=dtype)
+    return norm
+
+
+# All that clips gradients by their norm asks torch for it, and torch has none of sparse tensors.
+_TORCH = torch.library.Library("aten", "IMPL")
+for _key in ("SparseCPU", "SparseCUDA"):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::linalg_vector_norm", _key):
+        _TORCH.impl("linalg_vector_norm", _norm, _key)
 
 
 def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import PreTrainedTokenizerFast
 
 import coupled_adam
@@ -152,47 +150,10 @@ def save_model(folder, seed=0):
     gpt2(vocab_size=len(words)).save_pretrained(folder)
 
 
-def loss(model):
-    ids = torch.randint(100, (2, 8))
-    return model(ids, labels=ids).loss
-
-
-def for_switching():
-    """Checkpoints of AdamW, with two groups and distributed, and of Muon beside AdamW."""
-    model = gpt2()
-    model.embed = model.transformer.wte
-    others = [p for p in model.parameters() if p is not model.embed.weight]
-    groups = [{"params": others}, {"params": [model.embed.weight]}]
-    adamw = torch.optim.AdamW(groups)
-    loss(model).backward()
-    adamw.step()
-    dcp.save({"optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id="saved")
-    coupled = coupled_adam.CoupledAdamW(coupled_adam.param_groups(model))
-    coupled.step()
-    hidden = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
-    muon = torch.optim.Muon(hidden)
-    beside_muon = torch.optim.AdamW(p for p in model.parameters() if p not in set(hidden))
-    for optimizer in (muon, beside_muon):
-        optimizer.step()
-    return {
-        "model": model,
-        "old_muon": muon,
-        "old_adamw": beside_muon,
-        "own_groups": [{"params": others, "weight_decay": 0.1}, {"params": [model.embed.weight]}],
-        "others": others,
-        "old_groups": groups,
-        "checkpoint": {"optimizer": adamw.state_dict(), "coupled_adam": coupled.state_dict()},
-        "schedule": lambda step: 1 / (1 + step),
-        "step": 10,
-        "folder": "saved",
-    }
-
-
 TO_MEND = {
     "README.md": lambda: {"model": gpt2()},
     "docs/beside.md": lambda: {"model": gpt2()},
     "docs/jax.md": dict,
-    "docs/switching.md": for_switching,
     "docs/study/rate.md": lambda: {"model": gpt2()},
     "docs/tables.md": dict,
 }
@@ -203,7 +164,6 @@ PYTHON = [block for block in BLOCKS if block.language == "python" and block.reas
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
 @pytest.mark.filterwarnings("ignore:in the first step only")  # of a batch of a few tokens
-@pytest.mark.filterwarnings("ignore:param group 2 was constructed with betas")  # a page about it
 @pytest.mark.parametrize(
     "block",
     [pytest.param(b, marks=[pytest.mark.slow] * ("jax" in b.page), id=str(b)) for b in PYTHON],

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from coupled_adam.optim.embedding_search import given_sizes, search
-from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LEAN_LR_FACTOR, LOG_LIMIT, lean_lr_factor
+from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LOG_LIMIT, Rate
 from coupled_adam.optim.model_matrix import ModelMatrix, find_blocks
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
@@ -435,10 +435,8 @@ def lean_adamw(
         TypeError, ValueError: as :func:`coupled_adamw`; or ``steps`` is given beside ``lr_factor``,
             or is no positive whole number.
     """
-    if steps is not None:
-        if lr_factor is not None:
-            raise ValueError("steps and lr_factor both choose the embeddings' rate: give only one")
-        lr_factor = lean_lr_factor(steps)
+    if steps is not None and lr_factor is not None:
+        raise ValueError("steps and lr_factor both choose the embeddings' rate: give only one")
     b1, b2 = LEAN["betas"]
     lean = {"coupled_b1": b1, "coupled_b2": b2}
     lean |= {name: LEAN[name] for name in ("row_exponent", "zero_sum")}
@@ -446,7 +444,7 @@ def lean_adamw(
         learning_rate,
         *args,
         labels=embedding_labels if labels is None else labels,
-        lr_factor=LEAN_LR_FACTOR if lr_factor is None else lr_factor,
+        lr_factor=Rate.of(lr_factor, steps).factor,
         **{**lean, **options},
     )
 

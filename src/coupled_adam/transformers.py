@@ -21,15 +21,16 @@ from transformers.utils.versions import require_version
 from coupled_adam.deepspeed import couple
 from coupled_adam.optim.core import Core
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.lean import lean_lr_factor
+from coupled_adam.optim.lean import Rate
 from coupled_adam.optim.options import refuse_unknown
 from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, param_groups, split
 
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
 
-# "lr_factor" is among the arguments only to be refused, with a message, by CoupledAdamW.
-_OPTIONS = GROUP_OPTIONS | {*inspect.signature(CoupledAdamW).parameters} - {"params", "groups"}
+# "lr_factor" is among them to be refused, with a message, by CoupledAdamW.
+_OPTIONS = GROUP_OPTIONS | {"lr_factor", *inspect.signature(CoupledAdamW).parameters}
+_OPTIONS -= {"params", "groups"}
 
 
 def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
@@ -227,13 +228,12 @@ class _IsTaken(TrainerCallback):
 def _set_steps(optimizer: CoupledAdamW, steps: int, schedule: Any) -> None:
     """Give LEAN's groups the rate of another number of steps, before the first one."""
     for number, group in enumerate(optimizer.param_groups):
-        before, _, beside_muon = str(group.get("lr_factor_from", "")).partition(" ")
-        if before.startswith("steps=") and before != f"steps={steps}":
-            factor = lean_lr_factor(steps, beside_muon=bool(beside_muon))
-            ratio = factor / group["initial_lr_factor"]
+        before = Rate.in_group(group) if "lr_factor_from" in group else None
+        if before and before.steps not in (None, steps):
+            rate = before.with_steps(steps)
+            ratio = rate.factor / before.factor
             group |= {name: ratio * group[name] for name in ("lr", "initial_lr") if name in group}
-            group["initial_lr_factor"] = factor
-            group["lr_factor_from"] = f"steps={steps} {beside_muon}".strip()
+            group |= {"initial_lr_factor": rate.factor, "lr_factor_from": rate.source}
             schedule.base_lrs[number] = group["initial_lr"]
 
 

@@ -338,6 +338,18 @@ def test_errors(core, error, message):
         CoupledAdamW(decoder(), core=core)
 
 
+def test_parameters_and_the_number_of_tokens():
+    """Which say what is the core's, without a model."""
+    model, other = decoder(), decoder()
+    options = {"embeddings": "lean", "core": CORES["SGD"], "embedding_weight_decay": 0.01}
+    train(model, CoupledAdamW(model, 1e-3, **options), range(3))
+    del options["embedding_weight_decay"]
+    named = CoupledAdamW(other.named_parameters(), 1e-3, vocab_size=V, **options)
+    train(other, named, range(3))
+    assert_same_parameters(model, other)
+    assert "core" in named.param_groups[0]
+
+
 def test_parameters_need_not_say_what_a_core_needs():
     for given in (decoder().parameters(), decoder().named_parameters()):
         with pytest.raises(ValueError, match="core= needs the model instead of parameters"):

@@ -182,8 +182,7 @@ def test_steps_choose_leans_rate(steps, factor):
     ):
         (group,) = (g for g in optimizer.param_groups if g["coupled"])
         assert group["lr"] == factor * 0.01
-        assert "initial_lr_factor: " + str(factor) in str(optimizer)
-        assert f"lr_factor_from: steps={steps}" in str(optimizer)
+        assert f"({factor:g} times the others', by steps={steps})" in str(optimizer)
     resumed = CoupledAdamW(model(), lr=0.01, embeddings="lean", steps=3000)
     optimizer = CoupledAdamW(model(), lr=0.01, embeddings="lean", steps=steps)
     resumed.load_state_dict(optimizer.state_dict())
@@ -304,6 +303,21 @@ def test_a_wrong_group_that_is_appended():
         step(m, optimizer)
     for name, value in m.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+def test_an_optimizer_is_printed_in_a_line_for_each_group():
+    """Names of equal layers as one, and what is not the default."""
+    blocks = nn.ModuleList(nn.ModuleDict({"mlp": nn.Linear(H, H)}) for _ in range(3))
+    m = nn.ModuleDict({"embed": nn.Embedding(V, H), "h": blocks})
+    optimizer = CoupledAdamW(m, lr=0.5, weight_decay=0.1, embeddings="lean", maximize=True)
+    lean = "coupled=True, betas=(0.0, 0.99), row_exponent=0.75, zero_sum=True, weight_decay=0.0"
+    assert str(optimizer).splitlines() == [
+        "CoupledAdamW(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.1, maximize=True",
+        "  h.*.mlp.weight (3): the defaults",
+        "  h.*.mlp.bias (3): weight_decay=0.0",
+        f"  embed.weight: {lean}, lr=1.0 (2 times the others', by default)",
+        ")",
+    ]
 
 
 def test_printed_without_names():

@@ -35,7 +35,9 @@ from coupled_adam.optim.param_groups import (
     ParamGroups,
     couple_by_size,
     embedding_options,
+    names_of,
     param_groups,
+    shown,
 )
 from coupled_adam.optim.state import check_group, check_parameter, description, fit_state
 from coupled_adam.optim.update import update
@@ -107,7 +109,6 @@ class CoupledAdam(torch.optim.Adam):
         steps: the number of optimizer steps of the whole training, from which the learning rate of
             ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
             that is loaded keeps its own.
-        lr_factor: not an argument; accepted to raise a helpful error.
         core: a function that makes another optimizer of param groups, which then updates all
             parameters but the token embeddings, as in ``core=lambda groups: AdamW8bit(groups,
             lr=6e-4, weight_decay=0.1)``. The groups have the options that are given for them, such
@@ -126,8 +127,6 @@ class CoupledAdam(torch.optim.Adam):
 
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = OPTIONS
-
-    _beside_muon = False  # LEAN's rate depends on it
 
     core: torch.optim.Optimizer | None = None
     """What updates the groups that have an option ``core``."""
@@ -162,30 +161,28 @@ class CoupledAdam(torch.optim.Adam):
         embeddings: Embeddings | None = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
-        lr_factor: None = None,
         core: Core | None = None,
         **groups: Unpack[GroupOptions],
     ) -> None:
         arguments = dict(locals())
-        # 1. What is coupled: a model's groups, or what vocab_size finds, or what groups say
-        if lr_factor is not None:
+        if "lr_factor" in groups:
+            factor = arguments["groups"]["lr_factor"]
             raise ValueError(
-                f"lr_factor={lr_factor!r} is an option of the embeddings: write "
-                f"embeddings={{'lr_factor': {lr_factor!r}}}, or embeddings=LEAN | {{...}}"
+                f"lr_factor={factor!r} is an option of the embeddings: write "
+                f"embeddings={{'lr_factor': {factor!r}}}, or embeddings=LEAN | {{...}}"
             )
-        betas = as_pair(betas)
+        # 1. What says which matrices are coupled, and how
         refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
-        given: Any = params
-        if is_model := isinstance(params, Module) and not isinstance(params, ParameterList):
-            if embeddings is None:
-                raise ValueError(
-                    "embeddings=None does not say how the embeddings are updated: write "
-                    "embeddings='adamw' for AdamW with a rate and betas of their own, or 'coupled'"
-                )
-            given = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
-        elif groups:
+        is_model = isinstance(params, Module) and not isinstance(params, ParameterList)
+        if is_model and embeddings is None:
+            raise ValueError(
+                "embeddings=None does not say how the embeddings are updated: write "
+                "embeddings='adamw' for AdamW with a rate and betas of their own, or 'coupled'"
+            )
+        if groups and not is_model:
             raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
-        elif vocab_size is None and (embeddings not in (None, "coupled") or steps is not None):
+        says_how = steps is not None or embeddings not in (None, "coupled")
+        if says_how and not is_model and vocab_size is None:
             option = f"{embeddings=}" if steps is None else f"{steps=}"
             raise ValueError(
                 f"{option} says how embedding matrices are updated, but not which parameters they "
@@ -193,53 +190,45 @@ class CoupledAdam(torch.optim.Adam):
                 "their rows; param groups have the options themselves, as of param_groups(model, "
                 "'lean', steps=...)"
             )
-        # 2. The options, and whether each of them has an effect
-        coupled_options = embedding_options(
-            embeddings or "coupled", steps, beside_muon=self._beside_muon
-        )
+        # 2. The options, which are checked where they enter, and the groups
+        muon = groups.get("beside_muon", False)
+        own_options = embedding_options(embeddings or "coupled", steps, beside_muon=muon)
         coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **coupling}
-        check_options(options)
-        # Groups of a model say themselves what is coupled; so do those that couple_by_size makes.
+        torchs = {name: arguments[name] for name in (*_ADAM_OPTIONS, "betas")}
+        check_options({**torchs, **coupling})
+        given: Any = params
+        if isinstance(params, Module) and is_model:
+            given = param_groups(params, own_options, vocab_size=vocab_size, steps=steps, **groups)
         is_grouped = isinstance(given, ParamGroups)
-        knows_matrices = is_grouped or vocab_size is not None
-        group_options = given[-1] if is_grouped and given else coupled_options
-        _refuse_what_groups_set(coupling, group_options, knows_matrices)
+        _refuse_what_groups_set(
+            coupling,
+            given[-1] if is_grouped and given else own_options,
+            is_grouped or vocab_size is not None,
+        )
         # What each group says itself; a factor becomes a rate.
-        said: list[set[str]] = []
+        said: list[set[str]] = [{"params", "param_names"}]
         if isinstance(given, list | tuple) and all(isinstance(group, dict) for group in given):
             said = [{*group, *(["lr"] * ("lr_factor" in group))} for group in given]
-        if core is not None and not (said and (is_model or vocab_size is None)):
-            raise ValueError(
-                "core= needs the model instead of parameters, or param groups that say which are "
-                "coupled, as those of param_groups(model, 'lean', steps=...)"
-            )
         # 3. The optimizer, whose constructor calls add_param_group
         self._warned, self._checked = set[str](), dict[int, Any]()
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
-        torch.optim.Adam.__init__(
-            self,
-            given,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        torch.optim.Adam.__init__(self, given, **{**torchs, "betas": as_pair(betas)})
+        for group, names in zip(self.param_groups, said):
+            group["said"] = names
         if vocab_size is not None and not is_model:
             # Only now, as torch has turned all that params may be into groups.
-            self.param_groups = couple_by_size(self.param_groups, vocab_size, coupled_options)
+            self.param_groups = couple_by_size(self.param_groups, vocab_size, own_options)
             for group in self.param_groups:
                 check_group(group)
         # 4. The core, of the other groups as they were given, without what completed them
+        said = [group.pop("said") for group in self.param_groups]
         if core is not None:
+            if vocab_size is None and not any("coupled" in names for names in said):
+                raise ValueError(
+                    "core= needs the model instead of parameters, vocab_size=, or param groups "
+                    "that say which are coupled, as those of param_groups(model, 'lean', steps=...)"
+                )
             bare = [
                 {name: group[name] for name in group if name in names}
                 for group, names in zip(self.param_groups, said)
@@ -248,9 +237,8 @@ class CoupledAdam(torch.optim.Adam):
             own = [group for group in self.param_groups if embeds_tokens(group)]
             self.param_groups = [*self._set_core(core, bare), *own]
         # Groups that say it themselves are meant so, and param_groups has said why.
-        says_itself = bool(said) and all("coupled" in names for names in said)
-        is_coupled = any(group["coupled"] for group in self.param_groups)
-        if not (says_itself or is_coupled) and vocab_size is None:
+        is_meant = all("coupled" in names for names in said) or vocab_size is not None
+        if not (is_meant or any(group["coupled"] for group in self.param_groups)):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
@@ -269,6 +257,14 @@ class CoupledAdam(torch.optim.Adam):
         """The core, with its groups and states of now; there must be one."""
         assert self.core is not None
         return cores.lend(self.core, self.param_groups, self.state)
+
+    def __repr__(self) -> str:
+        """A line for each group: its parameters, and the options that are not the defaults."""
+        flags = {name: x for name, x in self.defaults.items() if isinstance(x, bool | None)}
+        plain = {**dict.fromkeys(flags, False), "foreach": None, "fused": None, **OPTIONS}
+        plain["decoupled_weight_decay"] = self.defaults["decoupled_weight_decay"]
+        groups = [f"  {names_of(g)}: {shown(g, self.defaults)}" for g in self.param_groups]
+        return "\n".join([f"{type(self).__name__}({shown(self.defaults, plain)}", *groups]) + "\n)"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch. A group that fails the checks is not added.
@@ -608,7 +604,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, lr_factor, groups: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, core, groups: likewise.
     """
 
     def __init__(
@@ -635,7 +631,6 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         embeddings: Embeddings | None = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
-        lr_factor: None = None,
         core: Core | None = None,
         **groups: Unpack[GroupOptions],
     ) -> None:

@@ -121,7 +121,8 @@ def _configured_sizes(model: nn.Module) -> set[int]:
         with contextlib.suppress(Exception):  # a property may raise anything
             configs[id(module.config)] = module.config
     outer = [options for config in configs.values() for options in _options_in(config)]
-    inner = [options for _, value in outer for options in _options_in(value)]
+    nested = [x for _, x in outer if isinstance(x, Mapping) or hasattr(x, "__dict__")]
+    inner = [options for value in nested for options in _options_in(value)]
     return {
         n
         for key, n in (*outer, *inner)
@@ -145,9 +146,11 @@ def matrices_of(model: nn.Module) -> list[ModelMatrix]:
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
             if m := matrices.get(p):
-                is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+                is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+                is_sparse = is_table and module.sparse
                 m.has_sparse_gradients = is_sparse and (m.has_sparse_gradients or not m.kinds)
-                m.kinds.add(_kind(module))
+                is_linear = isinstance(module, nn.Linear)
+                m.kinds.add("table" if is_table else "linear" if is_linear else "hand-written")
                 m.classes.append(type(module).__name__)
         # It is then not known which of the vectors were matrices and should have weight decay.
         weight = module._parameters.get("weight")
@@ -162,12 +165,6 @@ def matrices_of(model: nn.Module) -> list[ModelMatrix]:
     sequences = {"", *(name for name, module in modules if isinstance(module, nn.Sequential))}
     find_blocks(matrices.values(), sequences)
     return list(matrices.values())
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "table"
-    return "linear" if isinstance(module, nn.Linear) else "hand-written"
 
 
 def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int]) -> bool:

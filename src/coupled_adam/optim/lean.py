@@ -1,14 +1,12 @@
-"""LEAN's constants, and the rate that follows from the number of steps; for torch and for JAX."""
+"""LEAN's constants, and the embeddings' learning rate; for torch and for JAX."""
 
 import math
+from collections.abc import Mapping
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
 LARGEST_STEP = 30.0  # of a row, relative to the rate
-LEAN_LR_FACTOR = 2.0
-"""LEAN's learning rate where nothing says it, relative to the optimizer's; for long trainings."""
-
 LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),
     "row_exponent": 0.75,
@@ -46,3 +44,44 @@ def lean_lr_factor(steps: int, *, beside_muon: bool = False) -> float:
             "training)"
         )
     return min(16.0, max(1.0, (15_000 if beside_muon else 30_000) / int(steps)))
+
+
+class Rate(NamedTuple):
+    """The embeddings' learning rate, relative to the other parameters', and what chose it.
+
+    A group has the two as ``initial_lr_factor`` and ``lr_factor_from``, also in checkpoints. They
+    are ``"given"``, LEAN's ``"default"`` for long trainings, or from ``"steps=10000"``, to which
+    ``" beside Muon"`` is added where that counts.
+    """
+
+    factor: float
+    source: str
+
+    @classmethod
+    def of(
+        cls, lr_factor: float | None, steps: int | None = None, *, beside_muon: bool = False
+    ) -> "Rate":
+        """The rate for what a user says: a factor, the number of steps, or neither."""
+        if steps is not None:
+            factor = lean_lr_factor(steps, beside_muon=beside_muon)
+            return cls(factor, f"steps={int(steps)}" + " beside Muon" * beside_muon)
+        return cls(2.0, "default") if lr_factor is None else cls(lr_factor, "given")
+
+    @classmethod
+    def in_group(cls, group: Mapping[str, Any]) -> "Rate":
+        """The rate that a param group was built with."""
+        return cls(group["initial_lr_factor"], group.get("lr_factor_from", ""))
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that chose it; None if something else did."""
+        number = self.source.removeprefix("steps=").partition(" ")[0]
+        return int(number) if self.source.startswith("steps=") else None
+
+    def with_steps(self, steps: int) -> "Rate":
+        """What another number of steps would have chosen."""
+        return Rate.of(None, steps, beside_muon=self.source.endswith("Muon"))
+
+    def __str__(self) -> str:
+        """As ``3 times the others', by steps=10000``."""
+        return f"{self.factor:.3g} times the others'" + f", by {self.source}" * bool(self.source)

@@ -48,7 +48,7 @@ class ModelMatrix:
     def __str__(self) -> str:
         return f"{self.name!r} {list(self.shape)}"
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Rows and columns."""
         return tuple(self.parameter.shape)
@@ -139,6 +139,7 @@ def listed(matrices: list[ModelMatrix]) -> str:
     return ", ".join(map(str, matrices[:5])) + more
 
 
+@functools.cache
 def words(name: str) -> list[str]:
     """From GPTPosEmb, tok_emb and lm-head to gpt, pos, emb, tok, emb, lm and head."""
     found = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*", name)

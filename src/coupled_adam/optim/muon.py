@@ -16,6 +16,7 @@ from coupled_adam.optim.param_groups import (
     GROUP_OPTIONS,
     Embeddings,
     GroupOptions,
+    embedding_options,
     named_parameters,
     param_groups,
     split,
@@ -72,8 +73,6 @@ class MuonWithCoupledAdam(CoupledAdamW):
         >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
     """
 
-    _beside_muon = True
-
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -118,6 +117,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         }
         _check_newton_schulz(**options)
         self._adam_lr = lr if adam_lr is None else adam_lr
+        embeddings = embedding_options(embeddings, steps, beside_muon=steps is not None)
         adam_options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         adam_options |= {"lr": self._adam_lr, "fused": fused}
         # 2. All groups as CoupledAdamW's; names alone, or numbers, say less of what is in a list
@@ -125,7 +125,6 @@ class MuonWithCoupledAdam(CoupledAdamW):
         names: dict[str, Tensor]
         if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
             refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
-            groups["beside_muon"] = steps is not None
             made = param_groups(params, embeddings, vocab_size=vocab_size, steps=steps, **groups)
             names, roles = dict(params.named_parameters(remove_duplicate=False)), made.roles
             super().__init__(made, **adam_options)

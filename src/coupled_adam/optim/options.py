@@ -5,14 +5,14 @@ A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}`
 
 import difflib
 import math
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from coupled_adam.optim.lean import LEAN_LR_FACTOR
+from coupled_adam.optim.lean import Rate
 from coupled_adam.optim.warn import warn
 
 Group = dict[str, Any]
@@ -28,72 +28,24 @@ OPTIONS: dict[str, Any] = {
 """The options of a param group that torch.optim.Adam does not have, with their defaults."""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_choice(value: Any) -> bool:
-    return value is None or _is_flag(value)
-
-
-def _from_zero(value: Any) -> bool:
-    return _is_number(value) and 0.0 <= value < math.inf
-
-
-def _positive(value: Any) -> bool:
-    return _is_number(value) and 0.0 < value < math.inf
-
-
-def _is_rate(value: Any) -> bool:
-    # The value of a tensor is not asked for, since it may be on an accelerator. Schedules may end
-    # just below zero, by rounding.
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return _is_number(value) and -1e-6 < value < math.inf
-
-
-def _are_betas(value: Any) -> bool:
-    pair = as_pair(value)
-    if not isinstance(pair, tuple):
-        return False
-    return all(b.numel() == 1 if isinstance(b, Tensor) else _from_zero(b) and b < 1 for b in pair)
-
-
-def as_pair(value: Any) -> Any:
-    """The two of a tuple, a list of YAML, an array, ... as a tuple; or the value as it is."""
-    has_two = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value) == 2
-    return tuple(value) if has_two and not isinstance(value, str | Mapping) else value
-
-
-# What each option must be. Arguments of param_groups and of MuonWithCoupledAdam are among them, so
-# that they are checked, and refused, in the same way.
-_FLAGS = ["coupled", "zero_sum", "stochastic_rounding"]
-_FLAGS += ["amsgrad", "maximize", "capturable", "differentiable"]
-_RATE = (_is_rate, "a number from 0 on, or a tensor with one element")
-_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": _RATE,
-    "head_lr": _RATE,
-    "adam_lr": _RATE,
-    "lr_factor": (lambda x: x is None or _positive(x), "a positive number, and no lr"),
-    "betas": (_are_betas, "two numbers from 0 on and below 1"),
-    "eps": _RATE,
-    "weight_decay": _RATE,
-    "embedding_weight_decay": _RATE,
-    **dict.fromkeys(_FLAGS, (_is_flag, "True or False")),
-    **dict.fromkeys(("foreach", "fused"), (_is_choice, "True, False or None")),
-    "second_moment_scale": (_positive, "must be positive and finite"),
-    "row_exponent": (
-        lambda x: _from_zero(x) and x <= 1,
-        "must be between 0, Coupled Adam, and 1",
-    ),
-    "vocab_dim": (
-        lambda x: _is_number(x) and x in (0, 1),
-        "0 for matrices [V, H], 1 for [H, V]",
-    ),
+# What each number must be: its least and its largest value, and whether it may be a tensor with one
+# element, whose value is not asked for, since it may be on an accelerator. Schedules may end just
+# below zero, by rounding. Arguments of param_groups and of MuonWithCoupledAdam are among these.
+_ZERO, _POSITIVE, _LARGEST = -1e-6, 5e-324, sys.float_info.max
+_RATE = (_ZERO, _LARGEST, True, "a number from 0 on, or a tensor with one element")
+_RATES = ("lr", "head_lr", "adam_lr", "eps", "weight_decay", "embedding_weight_decay")
+_NUMBERS: dict[str, tuple[float, float, bool, str]] = {
+    **dict.fromkeys(_RATES, _RATE),
+    "lr_factor": (_POSITIVE, _LARGEST, False, "a positive number, and no lr"),
+    "betas": (0.0, math.nextafter(1.0, 0.0), True, "two numbers from 0 on and below 1"),
+    "second_moment_scale": (_POSITIVE, _LARGEST, False, "must be positive and finite"),
+    "row_exponent": (0.0, 1.0, False, "must be between 0, Coupled Adam, and 1"),
+}
+_FLAGS = ("coupled", "zero_sum", "stochastic_rounding", "amsgrad", "maximize", "capturable")
+_CHOICES: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys((*_FLAGS, "differentiable"), ((True, False), "True or False")),
+    **dict.fromkeys(("foreach", "fused"), ((True, False, None), "True, False or None")),
+    "vocab_dim": ((0, 1), "0 for matrices [V, H], 1 for [H, V]"),
 }
 
 
@@ -104,16 +56,29 @@ def check_options(options: Mapping[str, Any], where: str = "") -> None:
         options: a group's options, or some of them; those of other optimizers are not checked.
         where: for the message, where they stand.
     """
-    for name, (is_valid, meaning) in _VALID.items():
-        if name not in options or is_valid(options[name]):
+    for name, (least, most, may_be_tensor, meaning) in _NUMBERS.items():
+        value = options.get(name)
+        if name not in options or (name == "lr_factor" and value is None):  # None: LEAN's own
             continue
-        value = options[name]
-        # Betas may hold text, too.
-        pair = as_pair(value)
-        values = pair if isinstance(pair, tuple) else [value]
-        if any(isinstance(x, str) for x in values):
-            meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
-        raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
+        values = as_pair(value) if name == "betas" else (value,)
+        for x in values if isinstance(values, tuple) else (value, None):  # no pair, so no betas
+            if may_be_tensor and isinstance(x, Tensor) and x.numel() == 1:
+                continue
+            if isinstance(x, Real) and not isinstance(x, bool) and least <= float(x) <= most:
+                continue
+            if isinstance(x, str):
+                meaning += ", and not text; YAML takes 1e-8 for text, but 1.0e-8 for a number"
+            raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
+    for name, (choices, meaning) in _CHOICES.items():
+        value = options.get(name, choices[0])
+        if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in choices):
+            raise ValueError(f"Invalid {name}: {value!r}{where} ({meaning})")
+
+
+def as_pair(value: Any) -> Any:
+    """The two of a tuple, a list of YAML, an array, ... as a tuple; or the value as it is."""
+    has_two = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value) == 2
+    return tuple(value) if has_two and not isinstance(value, str | Mapping) else value
 
 
 def refuse_unknown(
@@ -130,34 +95,35 @@ def refuse_unknown(
 
 
 def complete(group: Group, defaults: Mapping[str, Any]) -> None:
-    """Give a group the options that it does not have, and check all that it has.
+    """Check the options that a group has, and give it those that it does not have.
 
     Instead of ``lr`` it may have ``lr_factor``, a multiple of the default; None is LEAN's own
-    factor, unless there is a rate. Schedules set the rates
-    and betas of all groups; so a group remembers its factor, for :func:`warn_of_lost_factor`, and
-    that it began without momentum, for :func:`warn_of_momentum`.
+    factor, unless there is a rate. Schedules set the rates and betas of all groups; so a group
+    remembers its factor (:class:`~coupled_adam.optim.lean.Rate`), for :func:`warn_of_lost_factor`,
+    and that it began without momentum, for :func:`warn_of_momentum`.
 
     Raises:
         ValueError: if an option is out of range, or if there are both a factor and a rate.
     """
-    # 1. The rate; checked here, since the factor is no option of the group afterwards
+    if "lr_factor" in group and group.get("lr") is None:
+        group.pop("lr", None)  # param_groups has left it to this function
+    check_options(group)  # what it does not have was checked where it entered
     if "lr_factor" in group:
-        factor, lr = group["lr_factor"], group.get("lr")
-        if factor is not None and (lr is not None or not _positive(factor)):
+        factor = group["lr_factor"]
+        if factor is not None and "lr" in group:
             raise ValueError(
-                f"Invalid lr_factor: {factor!r} with lr={lr} (a positive number, and no lr)"
+                f"Invalid lr_factor: {factor!r} with lr={group['lr']} (a positive number, and no "
+                "lr)"
             )
         del group["lr_factor"]
-        if lr is None:
-            group.setdefault("lr_factor_from", "default" if factor is None else "given")
-            factor = LEAN_LR_FACTOR if factor is None else factor
-            group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
-    # 2. All that is missing
+        if "lr" not in group:
+            rate = Rate.of(factor)
+            group.setdefault("lr_factor_from", rate.source)
+            group |= {"lr": rate.factor * defaults["lr"], "initial_lr_factor": rate.factor}
     for name, value in defaults.items():
         group.setdefault(name, value)
-    check_options(group)
     group["betas"] = as_pair(group["betas"])
-    # 3. Whether momentum begins later; a group that is loaded may say so of other betas
+    # Whether momentum begins later; a group that is loaded may say so of other betas
     group.pop("initial_beta1", None)
     if group["coupled"] and not has_momentum(group):
         group["initial_beta1"] = 0.0
@@ -230,15 +196,16 @@ def _share_of_rate(group: Group) -> float:
 def warn_of_more_steps(groups: list[Group], states: Mapping[Tensor, Any]) -> bool:
     """Warn if there were clearly more steps than a rate is for, and return whether there were."""
     for group in groups:
-        steps = re.match(r"steps=(\d+)", str(group.get("lr_factor_from", "")))
-        if not steps or not group["params"] or not (state := states.get(group["params"][0])):
+        if "lr_factor_from" not in group or not (steps := Rate.in_group(group).steps):
             continue
+        state = states.get(group["params"][0]) if group["params"] else None
         # A count that is on an accelerator is not asked for.
-        if state["step"].is_cpu and state["step"] > 1.1 * int(steps[1]):
+        if state and state["step"].is_cpu and state["step"] > 1.1 * steps:
             warn(
-                f"{steps[0]} chose the embeddings' learning rate, {group['initial_lr_factor']:g} "
-                f"times that of the others, but this is step {int(state['step'])}: steps= is the "
-                "number of optimizer steps of the whole training"
+                f"{group['lr_factor_from']} chose the embeddings' learning rate, "
+                f"{group['initial_lr_factor']:g} times that of the others, but this is step "
+                f"{int(state['step'])}: steps= is the number of optimizer steps of the whole "
+                "training"
             )
             return True
     return False

@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ from typing_extensions import TypedDict  # which torch depends on
 
 from coupled_adam.optim.embedding_search import matrices_of_size
 from coupled_adam.optim.find_embeddings import Couple, find_embeddings
-from coupled_adam.optim.lean import ADAMW, LEAN, LEAN_LR_FACTOR, lean_lr_factor
+from coupled_adam.optim.lean import ADAMW, LEAN, Rate
 from coupled_adam.optim.model_matrix import ModelMatrix, listed
 from coupled_adam.optim.named_parameters import Parameters, Tables, resolve
 from coupled_adam.optim.options import (
@@ -158,9 +160,7 @@ def param_groups(
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     # 1. The options, checked before the model is searched
-    if beside_muon and steps is None:
-        raise ValueError(f"{beside_muon=} changes what steps= chooses: pass steps=, too")
-    options = embedding_options(embeddings, steps, beside_muon=beside_muon)
+    options = dict(embedding_options(embeddings, steps, beside_muon=beside_muon))
     given = {
         "head_lr": head_lr,
         "weight_decay": weight_decay,
@@ -257,6 +257,10 @@ GROUP_OPTIONS = {*inspect.signature(param_groups).parameters} - {"model", "weigh
 """What says how a model is grouped; the weight decay is the optimizer's."""
 
 
+class _Resolved(dict[str, Any]):
+    """What :func:`embedding_options` has made, which it takes as it is."""
+
+
 def embedding_options(
     embeddings: Embeddings, steps: int | None = None, *, beside_muon: bool = False
 ) -> dict[str, Any]:
@@ -266,6 +270,10 @@ def embedding_options(
         ValueError: if the name or an option is unknown, or a value is out of range; if ``steps``
             cannot say the rate, since it is given, or no rule for it is known.
     """
+    if isinstance(embeddings, _Resolved):
+        return embeddings
+    if beside_muon and steps is None:
+        raise ValueError(f"{beside_muon=} changes what steps= chooses: pass steps=, too")
     named = _NAMED.get(embeddings) if isinstance(embeddings, str) else embeddings
     if not isinstance(named, Mapping):
         raise ValueError(
@@ -274,17 +282,19 @@ def embedding_options(
             "are named in param_groups(model, tables=...))"
         )
     refuse_unknown(named, _OPTIONS, f"embeddings={dict(named)}", ValueError)
-    options = dict(named)
-    check_options(options, " in embeddings=")
+    check_options(named, " in embeddings=")
+    options = _Resolved(named)
     if is_adamw := options.get("coupled") is False:
         options["embeds_tokens"] = True  # which nothing else in the group says
-    factor = options.pop("lr_factor", 1.0)  # None: LEAN's own
-    if factor is not None and named.keys() >= {"lr", "lr_factor"}:
+    if "betas" in options:
+        options["betas"] = as_pair(options["betas"])
+    # The rate: given, by a factor, or by the number of steps
+    factor = options.pop("lr_factor", None)
+    if "lr" in options and factor is not None:
         raise ValueError(f"embeddings={dict(named)}: leave out one of lr and lr_factor")
-    # The rate: given, by the number of steps, or LEAN's default
     if steps is not None:
-        by_steps = lean_lr_factor(steps, beside_muon=beside_muon)
-        if "lr" in named or named.get("lr_factor") is not None:
+        rate = Rate.of(None, steps, beside_muon=beside_muon)
+        if "lr" in options or factor is not None:
             raise ValueError(
                 f"steps={steps} says the embeddings' learning rate, and so does "
                 f"embeddings={dict(named)}: leave out one of them"
@@ -294,15 +304,11 @@ def embedding_options(
                 f"steps={steps} is for embeddings='lean' and 'adamw': no rule for the learning "
                 f"rate of embeddings={embeddings!r} is known (docs/study/rate.md). Leave out steps="
             )
-        source = f"steps={int(steps)}" + " beside Muon" * beside_muon
-        options |= {"lr_factor": by_steps, "lr_factor_from": source}
-    elif "lr" not in options:
-        if factor is None:
-            options |= {"lr_factor": LEAN_LR_FACTOR, "lr_factor_from": "default"}
-        elif "lr_factor" in named:
-            options |= {"lr_factor": factor, "lr_factor_from": "given"}
-    if "betas" in options:
-        options["betas"] = as_pair(options["betas"])
+    elif "lr_factor" in named and "lr" not in options:
+        rate = Rate.of(factor)
+    else:
+        return options
+    options |= {"lr_factor": rate.factor, "lr_factor_from": rate.source}
     return options
 
 
@@ -311,6 +317,24 @@ def named_parameters(group: Group) -> list[tuple[str, Tensor]]:
     params = group["params"]
     numbered = [f"parameter {i}" for i in range(len(params))]
     return [*zip(group.get("param_names", numbered), params)]
+
+
+def names_of(group: Group) -> str:
+    """The names of a group's parameters, with the items of a list as one: ``h.*.weight (12)``."""
+    if "param_names" not in group:
+        return f"{(n := len(group['params']))} parameter{'s' * (n > 1)}"
+    patterns = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in group["param_names"])
+    return ", ".join(name + f" ({n})" * (n > 1) for name, n in patterns.items())
+
+
+def shown(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """The options that are not the defaults, for print; the rate says what has chosen it."""
+    inner = {"params", "param_names", "initial_lr", "initial_beta1"}
+    inner |= {"initial_lr_factor", "lr_factor_from"}
+    texts = {k: f"{k}={x}" for k, x in options.items() if str(x) != str(defaults.get(k))}
+    if "initial_lr_factor" in options:
+        texts["lr"] = f"lr={options['lr']} ({Rate.in_group(options)})"
+    return ", ".join(texts[k] for k in texts if k not in inner) or "the defaults"
 
 
 def split(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any, Group]:

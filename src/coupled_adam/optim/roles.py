@@ -8,8 +8,8 @@ import contextlib
 import fnmatch
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -51,6 +51,15 @@ _WORDS: dict[Role, re.Pattern[str]] = {
 # What is called so is a matrix, unless its module says otherwise.
 _WEIGHT = re.compile("weights?[0-9]*|w[0-9]*|param(eter)?s?|matrix|[qkvor]")
 
+# What a module's class says, in this order; a vector may have been stored with more dimensions.
+_CLASSES: dict[Role, tuple[type[nn.Module], ...]] = {
+    "positions": (nn.Embedding, nn.EmbeddingBag),
+    "vector": (),
+    "matrix": (nn.Linear, nn.RNNBase),
+    "convolution": (_ConvNd,),
+    "norm": (nn.LayerNorm, nn.RMSNorm),
+}
+
 
 def role_of(name: str, p: Tensor, holders: Sequence[nn.Module] = ()) -> Role:
     """What a parameter is, if it embeds no tokens.
@@ -58,20 +67,11 @@ def role_of(name: str, p: Tensor, holders: Sequence[nn.Module] = ()) -> Role:
     Args:
         holders: the modules that hold it; without them nothing but its name and shape is known.
     """
-
-    def is_held_by(*classes: type[nn.Module]) -> bool:
-        return any(isinstance(holder, classes) for holder in holders)
-
-    rules: list[tuple[Role, bool]] = [
-        ("marked", getattr(p, "_no_weight_decay", False)),
-        ("positions", is_held_by(nn.Embedding, nn.EmbeddingBag)),
-        ("vector", p.numel() == max(p.shape, default=1)),
-        ("matrix", is_held_by(nn.Linear, nn.RNNBase)),
-        ("convolution", is_held_by(_ConvNd)),
-        ("norm", is_held_by(nn.LayerNorm, nn.RMSNorm)),
-    ]
-    for role, holds in rules:
-        if holds:
+    if getattr(p, "_no_weight_decay", False):
+        return "marked"
+    for role, classes in _CLASSES.items():
+        is_vector = role == "vector" and p.numel() == max(p.shape, default=1)
+        if is_vector or any(isinstance(holder, classes) for holder in holders):
             return role
     role = _said_by_names(name, holders)
     return role if role != "matrix" or p.dim() == 2 else "stack"
@@ -114,16 +114,13 @@ def roles_of(model: nn.Module, embeddings: Mapping[Tensor, Role]) -> dict[Tensor
         holder = modules[f".{name}".partition(".parametrizations")[0][1:]]
         for p in module.parameters(recurse=False):
             holders.setdefault(p, []).append(holder)
-        marked.update(f"{name}.{n}".lstrip(".") for n in _without_weight_decay(module))
+        # The names and patterns of a model of timm; or a method of another meaning
+        with contextlib.suppress(Exception):
+            names = [n for n in module.no_weight_decay() if isinstance(n, str)]
+            marked.update(f"{name}.{n}".lstrip(".") for n in names)
     return {
         p: embeddings.get(p)
         or ("marked" if any(fnmatch.fnmatchcase(name, pattern) for pattern in marked) else None)
         or role_of(name, p, holders[p])
         for name, p in model.named_parameters()
     }
-
-
-def _without_weight_decay(module: Any) -> Iterator[str]:
-    """The names and patterns that a model of timm has for parameters without weight decay."""
-    with contextlib.suppress(Exception):  # a method of another meaning, or a property that raises
-        yield from filter(lambda name: isinstance(name, str), module.no_weight_decay())

@@ -380,6 +380,15 @@ def test_an_output_that_takes_nothing(before, code, said, arguments):
     assert process.returncode == code
 
 
+def test_a_terminal_without_unicode(tmp_path):
+    np.save(tmp_path / "m.npy", np.eye(5))
+    program = "import sys; sys.stdout.reconfigure(encoding='ascii'); " + CALL
+    process = Process([sys.executable, "-c", program, "analyze", str(tmp_path / "m.npy")])
+    shown, said = process.communicate()
+    assert (process.returncode, said) == (0, "")
+    assert "?" in shown
+
+
 @pytest.mark.parametrize(
     ("before", "code"),
     [(CLOSED, 0), (GONE, 141), (BOTH_GONE, 141)],

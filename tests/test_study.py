@@ -5,11 +5,14 @@ import functools
 import json
 import operator
 import subprocess
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
 import torch
-from study import experts, figures, masked_lm, rows, run, tables
+from lm_eval.tasks import TaskManager
+from safetensors.torch import load_file
+from study import accuracy, experts, figures, masked_lm, muon, rows, run, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
 from study.evaluation import second_moment_fit
@@ -18,12 +21,16 @@ from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 
 from coupled_adam.embeddings.measures import LOGGED
+from coupled_adam.errors import PreemptedError, UsageError
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import build_model, output_embeddings
 from coupled_adam.lab.recipe import override, recipe_from
 from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.lab.training.train import train
+from coupled_adam.rendering.tables import Cell
 
 SMALL = {
     "model.vocab_size": 300,
@@ -107,6 +114,73 @@ def test_every_recipe_is_valid(text_file):
     for entries in QUESTIONS.values():
         for entry in entries.values():
             small(entry, text_file)
+
+
+@pytest.mark.filterwarnings("ignore:.*was constructed with coupled=False:UserWarning")
+@pytest.mark.parametrize("variant", ["switching:RECENTERED_AND_SWITCHED", "muon:MUON_1"])
+def test_variants_are_resumed(text_file, tmp_path, monkeypatch, variant):
+    """After each step, to the same bits; and not as another variant."""
+    recipe = small(Entry(ADAMW, variant=variant), text_file)
+    corpus = prepare_corpus(recipe, default_cache())
+    whole, cut = (Run(recipe, "adamw", 1, tmp_path / name) for name in ("whole", "cut"))
+    train(whole, corpus, run.ON_CPU)
+    monkeypatch.setattr(Checkpoints, "any_asked_to_stop", lambda _: True)
+    for where in ("after step 1", "after step 2", "after step 3", "at the end"):
+        with pytest.raises(PreemptedError, match=where):
+            train(cut, corpus, run.ON_CPU)
+    ours, theirs = (load_file(r.folder / "model" / "model.safetensors") for r in (whole, cut))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    other = dataclasses.replace(cut, recipe=override(recipe, {"variant": None}))
+    with pytest.raises(UsageError, match="holds another run"):
+        train(other, corpus, run.ON_CPU)
+
+
+class InThisProcess(Executor):
+    """Another one would have other questions."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, capsys):
+    """Each run once; a divergence is a result, and a question for a GPU is run if it is named."""
+    diverging = Entry(ADAMW, {**SMALL, "training.lr": 1e30})
+    entries = {"one": Entry(ADAMW, SMALL), "two n=1": diverging}
+    monkeypatch.setattr(run, "QUESTIONS", {"a": entries, "10M": entries})
+    monkeypatch.setattr(run.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "SimLex-999.txt").write_text("near\tclose\tA\t8.5\t2.1\t2.2\t1\t3.0\t1\t0.5\n")
+    options = ["--text", text_file, "--word-similarity", tmp_path, "--results", tmp_path / "new"]
+
+    def command(*words):
+        words = ["run", *options, "--out", tmp_path / "runs", *words]
+        monkeypatch.setattr("sys.argv", [*map(str, words)])
+        run.main()
+        return capsys.readouterr().out.splitlines()
+
+    assert command("--seeds", 4, "--only", "two*") == ["a: two n=1, seed 4: nan"]
+    assert len(command("--seeds", "4,5", "a")) == 3
+    assert command("--seeds", "4,5") == []
+    made = results("a", tmp_path / "new")
+    assert made["one"]["seeds"].keys() == made["two n=1"]["seeds"].keys() == {"4", "5"}
+    assert made["one"]["seeds"]["4"].keys() >= {"test_loss", "seconds", "environment"}
+    assert made["two n=1"]["seeds"]["4"].keys() == {"tokens", "diverged_at", "environment"}
+
+
+def test_rates_beside_muon(base):
+    """The embeddings and positions have one, the head of an untied model another."""
+    recipe = override(base, {"model.tied": False})
+    variant, arm = muon.with_rates(4, 0.25), recipe.arms["adamw"]
+    groups = variant.build_optimizer(build_model(recipe), recipe, arm).param_groups
+    factors = {n: g["lr"] / recipe.training.lr for g in groups for n in g["param_names"]}
+    assert factors.pop("lm_head.weight") == 0.25
+    assert factors.pop("transformer.wte.weight") == factors.pop("transformer.wpe.weight") == 4
+    assert {*factors.values()} == {1}
 
 
 def test_recentering_preserves_the_function(base):
@@ -261,6 +335,23 @@ def test_a_fit_of_exact_moments():
     assert exact == pytest.approx({"A": 3e-3, "r_squared": 1.0, "exponent": 1.0})
 
 
+def test_better_is_bold_and_worse_italic(monkeypatch):
+    """Than the first row of a group, by the t-test; of two rows each is marked."""
+    losses = {"a": [2.0, 2.1, 2.2], "b": [1.0, 1.2, 1.1], "c": [3.0, 3.2, 3.1], "d": [1.0, None]}
+    made = {"environment": {"git_commit": "1f"}}
+    runs = {
+        name: [made | ({"test_loss": x} if x else {"diverged_at": 7}) for x in of_name]
+        for name, of_name in losses.items()
+    }
+    monkeypatch.setattr(rows, "runs", lambda line: dict(enumerate(runs[line.name])))
+    groups = [[rows.Line(name, "", name) for name in names] for names in ("ab", "abcd")]
+    better = Cell("1.1 (1)", bold=True)
+    assert [row[1] for row in rows.table(groups, ["test_loss"]).rows] == [
+        *("_2.1 (1)_", better),
+        *("2.1 (1)", better, "_3.1 (1)_", "1 of 2 diverged"),
+    ]
+
+
 def test_pages_are_made_from_the_results():
     for path in tables.PAGES:
         page = path.read_text(encoding="utf-8")
@@ -348,3 +439,58 @@ def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):
     for path in tables.PAGES:
         tables.filled(path.read_text(encoding="utf-8"))
     assert marked == expected
+
+
+QUERY = {"query": "1 + 1?", "choices": ["2", "3"], "gold": 0}
+TASKS = {
+    "arc_easy_test.jsonl": [QUERY],
+    "arc_challenge_test.jsonl": [QUERY],
+    "hellaswag_val.jsonl": [QUERY, QUERY | {"choices": ["2", "does not fit"]}],
+    "lambada_test.jsonl": [{"text": "The cat sat on the mat"}],
+    "race_high_test.jsonl": [
+        {
+            "article": "A text.",
+            "questions": ["First?", "Second?"],
+            "options": [["a", "b"], ["e", "f"]],
+            "answers": ["A", "B"],
+        }
+    ],
+    "winogrande_xl_val.jsonl": [
+        {
+            "sentence": "Eve met Ann, as _ was out.",
+            "option1": "Eve",
+            "option2": "Ann",
+            "answer": "2",
+        }
+    ],
+}
+ASKED = {
+    **{name: ["1 + 1?| 2", "1 + 1?| 3"] for name in ("arc_easy", "arc_challenge", "hellaswag")},
+    "lambada": ["The cat sat on the| mat"],
+    "race": ["Article: A text.\n\nSecond?| e", "Article: A text.\n\nSecond?| f"],
+    "truthfulqa": ["Q: Is it?\nA:| No", "Q: Is it?\nA:| Yes", "Q: Is it?\nA:| Always"],
+    "winogrande": ["Eve met Ann, as Eve| was out.", "Eve met Ann, as Ann| was out."],
+}
+
+
+def test_the_harness_asks_the_downstream_tasks(tmp_path, monkeypatch):
+    """The last question of an article, the ends of beginnings; what does not fit is left out."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, documents in TASKS.items():
+        lines = (json.dumps(document) + "\n" for document in documents)
+        (tmp_path / name).write_text("".join(lines))
+    header = "Question,Best Answer,Correct Answers,Incorrect Answers\n"
+    (tmp_path / "TruthfulQA_817.csv").write_text(f"{header}Is it?,No,No; Never,Yes; Always\n")
+    (tmp_path / "tasks").mkdir()
+    accuracy.write_tasks(tmp_path, tmp_path / "tasks", lambda answer: len(answer) < 10)
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    tasks = manager.load([f"local_{name}" for name in accuracy.TASKS])["tasks"]
+    asked, right = {}, {}
+    for name in accuracy.TASKS:
+        task = tasks[f"local_{name}"]
+        (document,) = task.test_docs()
+        built = task.construct_requests(document, task.fewshot_context(document, 0))
+        built = built if isinstance(built, list) else [built]
+        asked[name], right[name] = ["|".join(r.args) for r in built], document["gold"]
+    assert asked == ASKED
+    assert right == dict.fromkeys(ASKED, 0) | {"lambada": " mat", "race": 1, "winogrande": 1}

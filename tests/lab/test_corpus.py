@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
@@ -22,7 +23,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import new_folder
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.sections import Data
@@ -182,6 +183,13 @@ def test_cached_by_content(recipe, text_file, tmp_path):
     changed = prepare_corpus(recipe, cache)
     assert changed.facts["fingerprint"] != corpus.facts["fingerprint"]
     assert len(entries(cache)) == 5
+
+
+def test_default_cache(monkeypatch):
+    monkeypatch.setenv("COUPLED_ADAM_CACHE", "/a/folder")
+    assert str(default_cache()) == "/a/folder"
+    monkeypatch.delenv("COUPLED_ADAM_CACHE")
+    assert "coupled-adam" in default_cache().relative_to(Path.home()).parts
 
 
 def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):

@@ -582,7 +582,7 @@ def test_runs_behind_links(comparison, tmp_path):
     assert left_out == {}
 
 
-def test_a_folder_without_runs_is_named(comparison, tmp_path):
+def test_a_folder_without_runs_is_named(comparison, recipe, tmp_path):
     """And not left out in silence beside others; nothing is made in its place."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -597,6 +597,10 @@ def test_a_folder_without_runs_is_named(comparison, tmp_path):
                 report(folders, folders[0] / "report")
     assert not (tmp_path / "missing").exists()
     assert not [*(tmp_path / "empty").iterdir()]
+    (make_run(tmp_path / "new", recipe, "adamw", 1, 3.0) / "evaluation.json").unlink()
+    with pytest.raises(UsageError, match="there is no finished run in it"):
+        report([tmp_path / "new"], tmp_path / "new" / "report")
+    assert not (tmp_path / "new" / "report").exists()
 
 
 def test_a_damaged_run_is_named(comparison):

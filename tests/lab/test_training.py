@@ -1,7 +1,9 @@
 """Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
 import json
+import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -264,6 +266,16 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
     assert lab.checkpoints("cut") == before
     lab.run(*first, "--resume")
     lab.assert_equal("cut", "--arm", "adamw", *LONG)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_freed_memory_is_kept(lab):
+    """Blocks of 40 MB, as logits are, would otherwise be got anew, 10,000 pages each time."""
+    lab.run("run", "--arm", "adamw", "--steps", 2, "--logger")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(10**7)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 3 * 10_000
 
 
 @pytest.mark.slow

@@ -476,6 +476,10 @@ def test_a_group_without_names_that_is_added_later(optimizer_class):
     optimizer.add_param_group({"params": extra[0]})
     optimizer.add_param_group({"params": (p for p in extra[1:]), "lr": 0.5})
     assert [g["params"] for g in optimizer.param_groups[-2:]] == [extra[:1], extra[1:]]
+    optimizer.param_groups[0]["lr"] = 7.0  # as a schedule does
+    embeddings = [nn.Parameter(torch.ones(V, H))]  # that have been frozen so far
+    optimizer.add_param_group({"params": embeddings, "coupled": True, **LEAN})
+    assert optimizer.param_groups[-1]["lr"] == 2e-3  # the optimizer's, times the factor
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": extra})

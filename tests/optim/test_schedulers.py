@@ -52,14 +52,6 @@ def test_a_loop_that_multiplies_the_factor_is_right(model):
     assert [group["lr"] for group in optimizer.param_groups][-1] == 1e-3
 
 
-def test_one_cycle_with_a_list_of_rates(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
-    rates = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
-    OneCycleLR(optimizer, max_lr=rates, total_steps=10, cycle_momentum=False)
-    assert warnings_of_steps(model, optimizer) == []
-    assert "exp_avg" not in optimizer.state[model[0].weight]
-
-
 CYCLES = {
     "CyclicLR": lambda o, rates, **options: CyclicLR(o, [r / 10 for r in rates], rates, **options),
     "OneCycleLR": lambda o, rates, **options: OneCycleLR(o, rates, total_steps=10, **options),

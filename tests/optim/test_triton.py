@@ -95,7 +95,10 @@ def test_compiled_everywhere(name, target):
 
 
 def test_one_binary_for_all_steps():
-    """Whatever changes from step to step, or from matrix to matrix, does not make another one."""
+    """Whatever changes from step to step, or from matrix to matrix, does not make another one.
+
+    Coupled Adam takes three launches for a matrix, and LEAN two.
+    """
     ps = [nn.Parameter(matrix((64, 768), 0, torch.bfloat16)) for _ in range(3)]
     optimizers = [
         optimizer_of(ps, stochastic_rounding=True, **CASES[name]) for name in ("coupled", "LEAN")
@@ -107,6 +110,7 @@ def test_one_binary_for_all_steps():
                 for p in ps:
                     p.grad = gradient((64, 768), t, torch.bfloat16)
                 optimizer.step()
+    assert len(launches) == 20 * len(ps) * (3 + 2)
     for name in {launch.kernel for launch in launches}:
         assert len({id(x.binary) for x in launches if x.kernel == name}) == 1, name
 

@@ -1,5 +1,6 @@
 """Token files of others, read in place: bare, or with llm.c's header."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def write_llm_c(path, tokens, magic=20240520, version=1, count=None):
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
 def test_slices_of_several_files(lengths, data):
-    """As of one array, whatever lies where."""
+    """As of one array, whatever lies where; no file is kept open."""
     whole = np.arange(sum(lengths), dtype="<u2")
     with tempfile.TemporaryDirectory() as folder:
         files = []
@@ -36,7 +37,9 @@ def test_slices_of_several_files(lengths, data):
         assert len(tokens) == len(whole)
         bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
         where = slice(data.draw(bound), data.draw(bound))
+        before = len(os.listdir("/dev/fd"))
         np.testing.assert_array_equal(tokens[where], whole[where])
+        assert len(os.listdir("/dev/fd")) <= before
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])

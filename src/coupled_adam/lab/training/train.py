@@ -146,7 +146,7 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
     held_out = held_out_loader(corpus.tokens("valid"), recipe, **share)
     # 3. Training
     with warnings.catch_warnings():
-        # Batches are read from a memory map, so worker processes would have nothing to do.
+        # A batch is a few kB of a file, so worker processes would have nothing to do.
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")

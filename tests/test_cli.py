@@ -229,6 +229,17 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     assert said.isprintable()
 
 
+def test_numbers_and_paths_stay_whole(monkeypatch, capsys):
+    """In however narrow a terminal."""
+    monkeypatch.setenv("COLUMNS", "20")
+    path, number = f"/a/path/{'long' * 9}", "-0.123456789 (1)"
+    show(Table(["name", "L", "Iso"], [["of several words", number, number]]))
+    show(path)
+    shown = capsys.readouterr().out
+    assert shown.count(number) == 2
+    assert path in shown
+
+
 @pytest.mark.parametrize("option", ["--html", "--explore"])
 @pytest.mark.parametrize("name", ["model.safetensors", "page"])
 def test_a_page_replaces_no_other_file(option, name, tmp_path, capsys):

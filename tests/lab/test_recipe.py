@@ -335,6 +335,7 @@ def given(*words):
         ("training.betas=[0.9, yes]", "training.betas.1=True: Input should be a number"),
         ("arms.adamw.lr_factor=on", "arms.adamw: lr_factor=True: Input should be a number"),
         ("data.shuffle_seed=-1", "data.shuffle_seed=-1: Input should be greater than or equal"),
+        ("model.n_layer=1001", "model.n_layer=1001: Input should be less than or equal to 1000"),
         ("model.n_head=7", "model.n_embd=64 must be a multiple of model.n_head=7"),
         ("model.architecture=stablelm model.n_embd=66", "makes heads of odd width"),
         ("model.n_positions=32", "training.sequence_length=64 must not exceed model.n_position"),

@@ -193,3 +193,79 @@ def test_groups_without_names():
     with pytest.raises(ValueError, match="the param groups have no names"):
         optimizer.follow(table)
     assert param_groups(table)
+
+
+# --- rows that stand for something else ---
+
+FORGOTTEN, BETAS = [1, 4, 5], (0.5, 0.99)
+TABLES = {
+    "AdamW": {"coupled": False, "betas": BETAS, "amsgrad": True},
+    "coupled": {"coupled": True, "betas": BETAS, "amsgrad": True},
+    "LEAN": {"coupled": True, "row_exponent": 0.75, "betas": (0.0, 0.99), "zero_sum": True},
+    "LEAN, momentum": {"coupled": True, "row_exponent": 0.75, "betas": BETAS},
+    "[H, V]": {"coupled": True, "row_exponent": 0.75, "betas": BETAS, "vocab_dim": 1},
+    "sparse": {
+        "coupled": True,
+        "row_exponent": 0.75,
+        "betas": (0.0, 0.99),
+        "weight_decay": 0.0,
+        "sparse": True,
+    },
+}
+
+
+def row_gradient(options, step, without=()):
+    gradient = torch.randn(V, H, generator=torch.Generator().manual_seed(step))
+    gradient[::3] = 0
+    gradient[[*without]] = 0
+    if options.get("vocab_dim"):
+        return gradient.T.contiguous()
+    return gradient.to_sparse(1) if options.get("sparse") else gradient
+
+
+@pytest.mark.parametrize("rows", [FORGOTTEN, torch.tensor([5, 1, 4, 5], dtype=torch.int32)])
+@pytest.mark.parametrize("options", TABLES.values(), ids=TABLES.keys())
+def test_forgotten_rows_never_had_a_gradient(options, rows):
+    """But for averages over all rows, of which those of the past are not undone."""
+    shape = (H, V) if options.get("vocab_dim") else (V, H)
+    tables = [nn.Parameter(torch.ones(shape)) for _ in range(2)]
+    forgetful, never = (CoupledAdamW([{"params": [p], **options}], lr=1e-2) for p in tables)
+    for step in range(4):
+        tables[0].grad = row_gradient(options, step)
+        tables[1].grad = row_gradient(options, step, FORGOTTEN)
+        forgetful.step(), never.step()
+    forgetful.forget_rows(tables[0], rows)
+    tables[0].data.copy_(tables[1].data)
+    states = [optimizer.state[p] for optimizer, p in zip((forgetful, never), tables)]
+    for name in ("exp_avg_sq", "max_exp_avg_sq", "mean_update"):  # [H]
+        if options["coupled"] and name in states[0]:
+            states[1][name].copy_(states[0][name])
+    kept = [{k: x for k, x in state.items() if k != "row_step"} for state in states]
+    torch.testing.assert_close(*kept, rtol=0, atol=0)
+    for step in range(4, 8):
+        for p, optimizer in zip(tables, (forgetful, never)):
+            p.grad = row_gradient(options, step)
+            optimizer.step()
+        torch.testing.assert_close(*tables, rtol=0, atol=0)
+    if "row_count" in states[0]:
+        assert states[0]["row_count"] == (states[0]["row_exp_avg_sq"] > 0).sum()
+
+
+def test_rows_that_cannot_be_forgotten():
+    model = nn.ModuleDict({"wte": nn.Embedding(V, H), "layer": nn.Linear(H, H)})
+    optimizer = CoupledAdamW(
+        model, embeddings="lean", core=lambda groups: torch.optim.SGD(groups, lr=0.1)
+    )
+    for rows in ([0], []):  # there is no state yet, or nothing to forget
+        optimizer.forget_rows(model["wte"].weight, rows)
+    for rows, message in (
+        ([3, V], rf"rows=\[{V}\] must be integers from 0 to {V - 1}, of rows of 'wte.weight'"),
+        ([-1], r"rows=\[-1\] must be"),
+        (torch.ones(V, dtype=torch.bool), "rows=torch.bool must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.forget_rows(model["wte"].weight, rows)
+    with pytest.raises(ValueError, match="none of the optimizer's"):
+        optimizer.forget_rows(torch.ones(V, H), [0])
+    with pytest.raises(ValueError, match=r"'layer.weight' .*neither by core="):
+        optimizer.forget_rows(model["layer"].weight, [0])

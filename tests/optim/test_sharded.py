@@ -57,6 +57,9 @@ def step_of_one_matrix(placements, options, shape=None):
         split.grad = distribute_tensor(gradient(step), mesh, placements)
         expected.step()
         actual.step()
+        if step == STEPS // 2:  # rows that stand for other tokens from now on
+            expected.forget_rows(whole, [0, 3, 5])
+            actual.forget_rows(split, [0, 3, 5])
     vocab_dim = options.get("vocab_dim", 0)
     ours, theirs = actual.state_dict()["state"][0], expected.state_dict()["state"][0]
     assert ours.keys() == theirs.keys() == {"step", *entries(actual.param_groups[0])}

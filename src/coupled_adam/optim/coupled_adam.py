@@ -15,7 +15,7 @@ from coupled_adam.optim import core as cores
 from coupled_adam.optim import flat, kernels, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt, check_structure
 from coupled_adam.optim.core import Core, is_cores
-from coupled_adam.optim.growth import follow
+from coupled_adam.optim.growth import follow, forget_rows
 from coupled_adam.optim.matrix import CoupledMatrix
 from coupled_adam.optim.options import (
     OPTIONS,
@@ -325,6 +325,24 @@ class CoupledAdam(torch.optim.Adam):
         """
         follow(self.param_groups, self.state, model)
         self._checked.clear()
+
+    @torch.no_grad()
+    def forget_rows(self, parameter: Tensor, rows: Tensor | Iterable[int]) -> None:
+        """Let the state of some rows be that of rows which never had a gradient.
+
+        Call this where rows begin to stand for something else, as for ids that others replace, and
+        set their weights yourself. Averages over all rows are not changed. With parts of a matrix
+        on several ranks, each of them has to call it.
+
+        Args:
+            parameter: a matrix of the optimizer, whole or a DTensor.
+            rows: their numbers in the whole matrix, integers [n], in any order.
+
+        Raises:
+            ValueError: if the matrix has no such rows, or is none of the optimizer's; if ``core``
+                updates it, or it lies in pieces (``flat_shards``).
+        """
+        forget_rows(self.param_groups, self.state, parameter, rows)
 
     def init_state(self) -> None:
         """Create the state of every trainable parameter without performing a step.

@@ -1,14 +1,15 @@
-"""What becomes of an optimizer's state when a model's vocabulary grows or shrinks."""
+"""What becomes of a state when a vocabulary grows or shrinks, or rows stand for other tokens."""
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.optim import sharded
+from coupled_adam.optim import row_sparse, sharded
+from coupled_adam.optim.core import is_cores
 from coupled_adam.optim.options import Group, is_lean
-from coupled_adam.optim.state import ROW_MOMENT, ROW_STEP, SECOND_MOMENTS, describe
+from coupled_adam.optim.state import ROW_COUNT, ROW_MOMENT, ROW_STEP, SECOND_MOMENTS, describe
 
 
 def follow(groups: list[Group], states: MutableMapping[Tensor, Any], model: nn.Module) -> None:
@@ -104,3 +105,46 @@ def _with_rows(value: Tensor, rows: int, dim: int) -> Tensor:
     kept = min(rows, value.shape[dim])
     resized.narrow(dim, 0, kept).copy_(value.narrow(dim, 0, kept))
     return resized
+
+
+def forget_rows(
+    groups: list[Group],
+    states: MutableMapping[Tensor, Any],
+    p: Tensor,
+    rows: Tensor | Iterable[int],
+) -> None:
+    """Forget rows of a parameter in its state.
+
+    Raises:
+        ValueError: as :meth:`coupled_adam.CoupledAdam.forget_rows` says.
+    """
+    # 1. Where it is, and whether it has these rows
+    place = next(((g, i) for g in groups for i, x in enumerate(g["params"]) if x is p), None)
+    if place is None:
+        raise ValueError(f"the {list(p.shape)} parameter is none of the optimizer's")
+    group, index = place
+    if is_cores(group) or group.get("flat_shards") or p.dim() != 2:
+        raise ValueError(
+            f"cannot forget rows of {describe(group, index)}: the optimizer must update it itself, "
+            "as a matrix, neither by core= nor in DeepSpeed's pieces"
+        )
+    dim = _rows_dim(group)
+    given = rows if isinstance(rows, Tensor) else [*rows]
+    numbers = torch.as_tensor(given, device=p.device).unique()
+    outside = numbers[(numbers < 0) | (numbers >= p.shape[dim])]
+    is_integer = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
+    if len(outside) or (len(numbers) and not is_integer):
+        raise ValueError(
+            f"rows={outside.tolist() or numbers.dtype} must be integers from 0 to "
+            f"{p.shape[dim] - 1}, of rows of {describe(group, index)}"
+        )
+    # 2. This rank's part of them
+    own = numbers.long() - sharded.global_offset(p)[dim]
+    own = own[(own >= 0) & (own < sharded.to_local(p).shape[dim])]
+    state = states.get(p, {})
+    if ROW_COUNT in state:
+        row_sparse.forget(state[ROW_MOMENT], state[ROW_COUNT], own)
+        return
+    for name, value in state.items():
+        if name == ROW_MOMENT or value.shape == p.shape:
+            sharded.to_local(value).index_fill_(0 if name == ROW_MOMENT else dim, own, 0)

@@ -156,6 +156,15 @@ def _dense(matrix: CoupledMatrix, r: Tensor, scalars: Scalars) -> None:
         reference.finish(plain, total)
 
 
+def forget(r: Tensor, row_count: Tensor, rows: Tensor) -> None:
+    """Let rows, each given once, be as those that never had a gradient."""
+    is_counted = _counted.get(r) == r._version
+    row_count.sub_(count_of(r[rows]))
+    r.index_fill_(0, rows, 0)
+    if is_counted:
+        _counted[r] = r._version
+
+
 def check_rows(rows: Tensor, vocab_size: int) -> None:
     """Raise RuntimeError if a number on the CPU is no row of the table."""
     if not rows.is_cpu or not len(rows):

@@ -8,8 +8,7 @@
 There is a table of medians for each GPU. There is one for each processor, which combines all files
 with the same processor, instruction set, number of threads and version of torch. Its ratios are
 computed from the samples, of all files that have an optimizer in a case: a shared machine's memory
-is not equally fast at all times. What single files have is in a table of its own. The text between
-the markers in the page is replaced.
+is not equally fast at all times. The text between the markers in the page is replaced.
 """
 
 import argparse
@@ -31,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "speed.md"
 PICTURE = ROOT / "docs" / "images" / "bench.png"
-SHOWN_BY_RUN = Case(50304, 768)
-"""Its ratios are also shown for each run, beside the time of the baseline."""
+NOT_SHOWN = ("LEAN, momentum", "Ember", "LEAN, fused=False")
+"""Measured on a GPU, but of no use to choose by."""
 BEGIN = "<!-- made by benchmarks/speed_table.py, {}: begin -->"
 END = "<!-- made by benchmarks/speed_table.py, {}: end -->"
 
@@ -51,13 +50,13 @@ def gpu_section(name: str, record: Mapping[str, Any]) -> str:
     facts = [record["machine"]["device"], *software, f"commit {environment['commit']}"]
     results = [result for part in ("steps", "host") for result in record.get(part, ())]
     results = [result for result in results if "problem" not in result]
-    optimizers = list(dict.fromkeys(result["optimizer"] for result in results))
+    measured = dict.fromkeys(result["optimizer"] for result in results)
+    optimizers = [name for name in measured if name not in NOT_SHOWN]
     ratios: dict[tuple[Case, str], str] = {}
     baselines: dict[Case, list[float]] = {}
     for result in results:
         case, ratio = Case(**result["case"]), Quartiles(*result["ratio"])
-        noise = ", noisy" if ratio.noisy else ""
-        ratios[case, result["optimizer"]] = f"{ratio.median:.2f}{noise}"
+        ratios[case, result["optimizer"]] = cell(ratio)
         baselines.setdefault(case, []).append(1e3 * result["baseline_seconds"])
     rows = [
         [
@@ -69,7 +68,7 @@ def gpu_section(name: str, record: Mapping[str, Any]) -> str:
     ]
     made = Table(["V × H", "AdamW fused, ms", *optimizers], rows, left=()).markdown()
     link = f"All numbers: [{name}](../benchmarks/results/gpu/{name})."
-    return "\n".join([f"### {', '.join(facts)}", "", made, link, *record.get("notes", ())])
+    return "\n".join([f"### {', '.join(facts)}", "", made, link])
 
 
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -95,18 +94,7 @@ def heading(record: Mapping[str, Any]) -> str:
 
 def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     results = pooled(result for record in files.values() for result in timed(record))
-    links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
-    notes = [f"All samples: {links}."]
-    for name, record in files.items():
-        machine = record.get("machine")
-        if machine is None:
-            notes.append(f"The load of the machine was not recorded in {name}.")
-        elif machine["busy"]:
-            notes.append(
-                f"The machine was busy when {name} was measured: its load average was "
-                f"{machine['load']:.1f}, with {machine['threads']} threads used."
-            )
-    return "\n".join([f"### {title}", "", table(results), "", *notes, *single_runs(files)])
+    return f"### {title}\n\n{table(results)}"
 
 
 def pooled(results: Iterable[Timed]) -> list[Timed]:
@@ -119,39 +107,16 @@ def pooled(results: Iterable[Timed]) -> list[Timed]:
     return [*together.values()]
 
 
-def single_runs(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The ratios of each file in one case, by the time of the baseline."""
-    runs: list[tuple[float, str, dict[str, str]]] = []
-    for name, record in files.items():
-        results = [result for result in timed(record) if result.case == SHOWN_BY_RUN]
-        if results:
-            seconds = statistics.median(result.baseline_seconds for result in results)
-            nanoseconds = seconds / (SHOWN_BY_RUN.rows * SHOWN_BY_RUN.columns) * 1e9
-            ratios = {result.optimizer: f"{result.ratio.median:.2f}" for result in results}
-            runs.append((nanoseconds, name, ratios))
-    if len(runs) < 2:
-        return []
-    optimizers = list(dict.fromkeys(name for *_, ratios in runs for name in ratios))
-    rows = [
-        [name, f"{nanoseconds:.2f}", *(ratios.get(optimizer, "") for optimizer in optimizers)]
-        for nanoseconds, name, ratios in sorted(runs)
-    ]
-    by_run = Table(["run", "fused AdamW, ns per element", *optimizers], rows)
-    return [f"\n{SHOWN_BY_RUN.label} in each run:\n", by_run.markdown().rstrip()]
-
-
 def table(results: Sequence[Timed]) -> str:
-    cells = {(result.case, result.optimizer): cell(result) for result in results}
+    cells = {(result.case, result.optimizer): cell(result.ratio) for result in results}
     cases = list(dict.fromkeys(result.case for result in results))
     optimizers = list(dict.fromkeys(result.optimizer for result in results))
     rows = [[case.label, *(cells.get((case, o), "") for o in optimizers)] for case in cases]
     return Table(["V × H", *optimizers], rows, left=()).markdown().rstrip()
 
 
-def cell(result: Timed) -> str:
-    ratio = result.ratio
-    text = f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
-    return f"{text}, {ratio.remark}" if ratio.remark else text
+def cell(ratio: Quartiles) -> str:
+    return f"{ratio.median:.2f}" + ", noisy" * ratio.noisy
 
 
 def committed(folder: str) -> dict[str, Any]:

@@ -44,22 +44,19 @@ def test_a_table_for_each_processor():
     }
     alpha, sparc = speed_table.tables(files).split("\n\n### ")
     assert alpha.startswith("### Alpha, VIS, 2 threads, torch 2.13.0\n")
-    assert "busy when alpha.json was measured: its load average was 7.0, with 2 threads" in alpha
-    assert "busy" not in sparc
     assert sparc.splitlines()[2:6] == [
         "| V × H | CoupledAdamW | AdamW |",
         "| ---: | ---: | ---: |",
-        "| 64 × 8 | 0.90 (0.90–0.90) | 1.00 (0.50–1.50), too noisy to tell |",
-        "| 64 × 8, clip | 0.90 (0.90–0.90) |  |",
+        "| 64 × 8 | 0.90 | 1.00, noisy |",
+        "| 64 × 8, clip | 0.90 |  |",
     ]
-    assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
 
 
 def test_a_table_for_each_gpu():
     """Of what was measured; an optimizer that failed has none."""
     record = results(device="Radeon", gpus=["Radeon"])
     record["environment"] |= {"packages": {"torch": "2.13.0+rocm"}, "commit": "abc1234"}
-    steady, noisy = timed(Case(64, 8), "LEAN", *STEADY), timed(Case(64, 8), "Ember", *NOISY)
+    steady, noisy = timed(Case(64, 8), "LEAN", *STEADY), timed(Case(64, 8), "Coupled Adam", *NOISY)
     record["steps"] = [
         steady.to_dict(),
         noisy.to_dict(),
@@ -68,7 +65,7 @@ def test_a_table_for_each_gpu():
     lines = speed_table.gpu_tables({"radeon.json": record}).splitlines()
     assert lines[0] == "### Radeon, torch 2.13.0, commit abc1234"
     assert lines[2:5] == [
-        "| V × H | AdamW fused, ms | LEAN | Ember |",
+        "| V × H | AdamW fused, ms | LEAN | Coupled Adam |",
         "| ---: | ---: | ---: | ---: |",
         "| 64 × 8 | 1000.000 | 0.90 | 1.00, noisy |",
     ]

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from coupled_adam.optim import kernels, update
+from coupled_adam.optim import update
 from coupled_adam.optim.kernels import triton as kernel
 from optim.cases import CASES, gradient, laid_out, matrix, optimizer_of
 
@@ -88,7 +88,6 @@ def compiling(target: str) -> Iterator[list[Launch]]:
         patch.object(torch.version, "hip", "6.0" if target.startswith("gfx") else None),
         patch.object(JITFunction, "run", compile_only),
         patch.object(kernel, "_device", lambda _: (128, 1024 * SHARED_MEMORY[target])),
-        patch.object(kernels, "choose", lambda _: kernel),
         patch.object(update, "choose", lambda _: kernel),
     ):
         yield launches

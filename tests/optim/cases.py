@@ -10,7 +10,7 @@ from oracle import CoupledAdamOracle
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim import kernels, update
+from coupled_adam.optim import flat, row_sparse, update
 
 MOMENTUM = (0.9, 0.95)
 CASES = {
@@ -84,7 +84,7 @@ def matrix(shape, seed=0, dtype=torch.float64):
 
 def use(monkeypatch, kernel):
     """From now on a kernel updates every matrix, whatever ``choose`` would have said."""
-    for module in (kernels, update):
+    for module in (flat, row_sparse, update):
         monkeypatch.setattr(module, "choose", lambda _: kernel)
 
 

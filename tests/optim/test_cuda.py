@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from coupled_adam.optim import kernels, row_sparse
+from coupled_adam.optim import reference, row_sparse
 from coupled_adam.optim.matrix import Scalars
 from coupled_adam.optim.sharded import full_tensor
 from optim.cases import CASES, check_steps, gradient, matrix, optimizer_of, use
@@ -49,9 +49,8 @@ class TestTriton(EveryKernel):
     def test_sparse_gradients(self, dtype, kernel, monkeypatch):
         """As the reference's copies of the rows; a row that is not the table's is left out."""
         results = []
-        for rows_kernel in (kernel, None):
-            monkeypatch.setattr(kernels, "choose", lambda _: row_sparse)
-            monkeypatch.setattr(kernels, "of_rows", lambda _, use=rows_kernel: use)
+        for rows_kernel in (kernel, reference):
+            use(monkeypatch, rows_kernel)
             p = self.parameter((40, 24), dtype)
             options = {"row_exponent": 0.75, "betas": (0.0, 0.9)}
             optimizer = optimizer_of([p], **options, stochastic_rounding=True)
@@ -75,8 +74,6 @@ class TestTriton(EveryKernel):
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
     def test_sparse_rows_outside_of_the_table(self, kernel, monkeypatch):
         """The host does not wait for the GPU to check them, and nothing is written there."""
-        monkeypatch.setattr(kernels, "choose", lambda _: row_sparse)
-        monkeypatch.setattr(kernels, "of_rows", lambda _: kernel)
         whole = self.parameter((60, 8))
         before, p = whole.detach().clone(), nn.Parameter(whole.detach()[10:50])
         optimizer = optimizer_of([p], row_exponent=0.75, betas=(0.0, 0.9))

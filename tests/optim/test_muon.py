@@ -382,8 +382,6 @@ def test_the_number_of_steps_chooses_leans_rate():
         ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
         ({"adamw": "embed.wieght"}, r"adamw='embed.wieght' matches no parameter.*'embed.weight'"),
         ({"adamw": "*"}, r"no matrix for Muon beside the embeddings and adamw='\*'"),
-        ({"ns_steps": 100}, "Invalid ns_steps: 100"),
-        ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\)"),
         ({"adam_lr": "3e-4"}, "Invalid adam_lr: '3e-4' .*not text"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
         ({"steps": 2400}, "steps=2400 is for embeddings='lean'"),

@@ -4,7 +4,6 @@ The two are one to everything outside: the core's param groups and states are am
 optimizer around it, which lends them to it (:func:`lend`) before each call.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +36,8 @@ def build(core: Core, groups: list[Group], lr: float | Tensor) -> Optimizer:
         lr: for a message, the rate of the optimizer around it.
 
     Raises:
-        TypeError: if ``core`` is no function, or makes no optimizer.
-        ValueError: if there is nothing for it, it has other parameters, or needs a closure.
+        TypeError: if ``core`` is no function.
+        ValueError: if there is nothing for it, or it has other parameters.
     """
     if not callable(core) or isinstance(core, type):
         name = core.__name__ if isinstance(core, type) else type(core).__name__
@@ -50,17 +49,12 @@ def build(core: Core, groups: list[Group], lr: float | Tensor) -> Optimizer:
     if not given:
         raise ValueError("core= has nothing to update: all parameters are token embeddings")
     optimizer = core(groups)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"core= made a {type(optimizer).__name__}, which is no torch Optimizer")
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if len(own) != len(given) or {*own} != {*given}:
         raise ValueError(
             f"core= made a {type(optimizer).__name__} of other parameters than it was given: of "
             f"{len(own)}, {len({*own} & {*given})} of which are among the {len(given)} in `groups`"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"core= made a {type(optimizer).__name__}, whose step needs a closure")
     for group in optimizer.param_groups:
         mark(group, optimizer)
     return optimizer

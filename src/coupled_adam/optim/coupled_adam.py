@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from typing_extensions import Unpack
 
 from coupled_adam.optim import core as cores
-from coupled_adam.optim import flat, kernels, row_sparse, sharded
+from coupled_adam.optim import flat, row_sparse, sharded
 from coupled_adam.optim.conversion import adapt, check_structure
 from coupled_adam.optim.core import Core, is_cores
 from coupled_adam.optim.growth import follow, forget_rows
@@ -40,7 +40,7 @@ from coupled_adam.optim.param_groups import (
     shown,
 )
 from coupled_adam.optim.state import check_group, check_parameter, description, fit_state
-from coupled_adam.optim.update import update
+from coupled_adam.optim.update import kernel_of, update
 from coupled_adam.optim.warn import warn
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -428,7 +428,10 @@ class CoupledAdam(torch.optim.Adam):
         if self.core is not None:
             cores.step(self._lend())
         for group, tensors, has_complex in uncoupled:
-            self._update_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
+            options: Any = {name: group[name] for name in _ADAM_OPTIONS}
+            options |= {"grad_scale": grad_scale, "found_inf": found_inf}
+            beta1, beta2 = group["betas"]
+            adam(*tensors, has_complex=has_complex, beta1=beta1, beta2=beta2, **options)
         update(coupled, unscale, found_inf)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
@@ -475,36 +478,15 @@ class CoupledAdam(torch.optim.Adam):
             if not is_checked:
                 check_parameter(group, index)
                 fit_state(group, index, self.state[p])
-                now = description(group, p, self.state[p])  # of the state that has been made
         whole = CoupledMatrix.of(group, p, self.state[p], number)
         if whole.grad.layout == torch.sparse_coo:
             whole = row_sparse.touched(whole)
         matrices = [whole] if p.dim() == 2 else [*flat.matrices(whole)]
         for matrix in matrices:
-            matrix.kernel = kernel or kernels.choose(matrix)
+            matrix.kernel = kernel or kernel_of(matrix)
         if now is not None:
             self._checked[number] = now, whole.kernel
         return matrices
-
-    def _update_uncoupled(
-        self,
-        group: dict[str, Any],
-        tensors: Tensors,
-        has_complex: bool,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Update the parameters of a group that is not coupled."""
-        beta1, beta2 = group["betas"]
-        adam(
-            *tensors,
-            has_complex=has_complex,
-            beta1=beta1,
-            beta2=beta2,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            **{name: group[name] for name in _ADAM_OPTIONS},
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, and the core."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import reference, sharded
+from coupled_adam.optim.kernels import blocks, choose
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 
 if TYPE_CHECKING:
@@ -139,8 +140,6 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     Each has a copy of the second moments that Coupled Adam updates with its columns, since others
     have the same columns; LEAN only reads these vectors in a pass.
     """
-    from coupled_adam.optim.kernels import choose  # which imports this module
-
     assert matrix.shard is not None
     width, offset = matrix.shard.shape[1], matrix.shard.offset
     start, stop = 0, matrix.param.numel()
@@ -207,8 +206,6 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
 
 def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tensor:
     """:func:`reference.row_squares` over the columns of the piece, [2, V]."""
-    from coupled_adam.optim.kernels import blocks
-
     assert matrix.row_exp_avg_sq is not None
     total = matrix.row_exp_avg_sq.new_zeros(2, len(matrix.row_exp_avg_sq), dtype=_wide(matrix))
     for own, tokens, features in split(matrix):

@@ -115,7 +115,6 @@ class MuonWithCoupledAdam(CoupledAdamW):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        _check_newton_schulz(**options)
         self._adam_lr = lr if adam_lr is None else adam_lr
         embeddings = embedding_options(embeddings, steps, beside_muon=steps is not None)
         adam_options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -181,13 +180,3 @@ class MuonWithCoupledAdam(CoupledAdamW):
             super().add_param_group(param_group)
         finally:
             self.defaults["lr"] = lr
-
-
-def _check_newton_schulz(
-    ns_coefficients: tuple[float, float, float], ns_steps: int, **_: Any
-) -> None:
-    """Raise ValueError for what torch would refuse in a step, after other groups have changed."""
-    if len(ns_coefficients) != 3:
-        raise ValueError(f"Invalid ns_coefficients: {ns_coefficients!r} (three numbers)")
-    if not 0 < ns_steps < 100:
-        raise ValueError(f"Invalid ns_steps: {ns_steps!r} (an integer from 1 to 99)")

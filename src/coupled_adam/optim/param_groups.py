@@ -62,16 +62,10 @@ class ParamGroups(list[Group]):
     def __repr__(self) -> str:
         lines = []
         for group in self:
-            # vocab_dim is 0 nearly always, and shown where it is 1
-            left_out = ("params", "param_names", "vocab_dim" if not group.get("vocab_dim") else "")
-            shown = ", ".join(
-                f"{key}={value}"
-                for key, value in group.items()
-                if key not in left_out and value is not None
-            )
+            options = shown(group, {"vocab_dim": 0})
             for name, p in named_parameters(group):
                 shape = " x ".join(map(str, p.shape))
-                lines.append(f"{name:<40} {shape:>14}  {self.roles.get(p, ''):<11}  {shown}")
+                lines.append(f"{name:<40} {shape:>14}  {self.roles.get(p, ''):<11}  {options}")
         return "\n".join(lines)
 
 
@@ -330,10 +324,10 @@ def names_of(group: Group) -> str:
 def shown(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """The options that are not the defaults, for print; the rate says what has chosen it."""
     inner = {"params", "param_names", "initial_lr", "initial_beta1"}
-    inner |= {"initial_lr_factor", "lr_factor_from"}
     texts = {k: f"{k}={x}" for k, x in options.items() if str(x) != str(defaults.get(k))}
     if "initial_lr_factor" in options:
         texts["lr"] = f"lr={options['lr']} ({Rate.in_group(options)})"
+        inner |= {"initial_lr_factor", "lr_factor_from"}
     return ", ".join(texts[k] for k in texts if k not in inner) or "the defaults"
 
 

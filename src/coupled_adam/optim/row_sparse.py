@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from coupled_adam.optim import reference
+from coupled_adam.optim.kernels import blocks, choose, native
 from coupled_adam.optim.matrix import CoupledMatrix, Scalars
 
 SKIPS_ON_DEVICE = False
@@ -37,8 +38,6 @@ _counted = WeakTensorKeyDictionary()
 
 def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
     """Update a table, its r, t_i, k and nu; the sums of a dense gradient, if others have rows."""
-    from coupled_adam.optim import kernels  # which imports this module
-
     assert weights is None
     assert matrix.row_count is not None
     r = matrix.row_exp_avg_sq
@@ -48,8 +47,9 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     else:
         if _counted.get(r) != r._version:  # it is new, or somebody has written it
             matrix.row_count.copy_(count_of(r))
-        kernel = kernels.of_rows(matrix)
-        total = kernel.lean(matrix, None, scalars) if kernel else _copied(matrix, r, scalars)
+        kernel = choose(matrix)
+        takes_rows = kernel not in (blocks, reference)
+        total = kernel.lean(matrix, None, scalars) if takes_rows else _copied(matrix, r, scalars)
         if total is not None:  # otherwise the kernel has counted the rows and finished the step
             matrix.row_count.add_(total[-1].to(matrix.row_count))
             total = torch.cat([total[:-1], matrix.row_count[None].to(total)])
@@ -78,8 +78,6 @@ def coalesced(gradient: Tensor) -> Tensor:
     Raises:
         RuntimeError: on a CPU, if a number is no row of the table.
     """
-    from coupled_adam.optim.kernels import native
-
     (rows,), values = gradient._indices(), gradient._values()
     check_rows(rows, len(gradient))
     if gradient.is_coalesced():
@@ -143,13 +141,11 @@ def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:
 
 def _dense(matrix: CoupledMatrix, r: Tensor, scalars: Scalars) -> None:
     """A step with a gradient of all rows, by the kernel that the matrix would have otherwise."""
-    from coupled_adam.optim import kernels
-
     assert matrix.row_step is not None
     assert matrix.row_count is not None
     r.copy_(decayed(r, matrix.row_step, scalars.t, matrix.beta2))
     plain = replace(matrix, row_step=None, row_count=None)
-    total = kernels.choose(plain).lean(plain, None, scalars)
+    total = choose(plain).lean(plain, None, scalars)
     matrix.row_step.fill_(scalars.t)
     matrix.row_count.copy_(count_of(r))
     if total is not None:

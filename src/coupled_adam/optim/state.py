@@ -189,16 +189,22 @@ def _check_sparse(group: Group, index: int) -> None:
         raise RuntimeError(f"{describe(group, index)} {problem}")
 
 
-_DESCRIBED = (*MOMENTS, ROW_STEP)
+# The options on which the checks of a matrix and the choice of its kernel depend; an itemgetter, as
+# it is in every step.
+_decisive = operator.itemgetter(
+    *("row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable", "eps"),
+    *("second_moment_scale", "stochastic_rounding", "maximize", "weight_decay"),
+)
 
 
 def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any, ...] | None:
     """All that the checks of a matrix and the choice of its kernel depend on.
 
-    None for what is not a whole matrix in plain tensors, or has betas in tensors: it is checked at
-    every step.
+    A step skips both if this is what it was in the step before: they are most of what a small
+    matrix costs. None for what is not a whole matrix in plain tensors, or has betas in tensors: it
+    is checked at every step.
     """
-    grad, betas = p.grad, tuple(group["betas"])
+    grad, betas = p.grad, group["betas"]
     if grad is None or not {type(p), type(grad)} <= {*sharded.PLAIN} or p.dim() != 2:
         return None
     if grad.layout != torch.strided or group["differentiable"] or torch.compiler.is_compiling():
@@ -209,16 +215,9 @@ def description(group: Group, p: Tensor, state: dict[str, Tensor]) -> tuple[Any,
         x
         if x is None
         else (type(x), x.dtype, x.device, x.shape, x.stride(), x.is_neg(), x._is_zerotensor())
-        for x in (p, grad, *map(state.get, _DESCRIBED))
+        for x in (p, grad, *map(state.get, (*MOMENTS, ROW_STEP)))
     ]
-    return betas, _decisive(group), *layouts
-
-
-# The options on which those checks and that choice depend; an itemgetter, as it is in every step.
-_decisive = operator.itemgetter(
-    *("row_exponent", "zero_sum", "amsgrad", "vocab_dim", "fused", "capturable"),
-    *("second_moment_scale", "stochastic_rounding", "maximize", "eps", "weight_decay"),
-)
+    return tuple(betas), _decisive(group), *layouts
 
 
 def _check_matrix(group: Group, index: int) -> None:

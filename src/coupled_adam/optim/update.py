@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import flat, reference
+from coupled_adam.optim import flat, reference, row_sparse
 from coupled_adam.optim.kernels import blocks, choose
-from coupled_adam.optim.matrix import CoupledMatrix, Scalars, as_python_number
+from coupled_adam.optim.matrix import CoupledMatrix, Kernel, Scalars, as_python_number
 from coupled_adam.optim.rounding import noise_of
-from coupled_adam.optim.sharded import add_up
+from coupled_adam.optim.sharded import Ranks, add_up
 
 
 def update(
@@ -102,32 +102,47 @@ def update_lean(
         reference.finish(matrix, total)
 
 
+class _Cut:
+    """A matrix whose rows are cut, while their weights are found."""
+
+    def __init__(self, matrix: CoupledMatrix, scalars: Scalars, nu_ranks: Ranks) -> None:
+        self.matrix, self.scalars, self.nu_ranks = matrix, scalars, nu_ranks
+        self.logs, self.known = reference.known_logs(matrix.exp_avg_sq)
+        self.number = self.center = matrix.exp_avg_sq  # of known columns; their mean of log nu
+
+
 def _weights(matrices: Sequence[tuple[CoupledMatrix, Scalars]]) -> dict[CoupledMatrix, Tensor]:
     """Update r of matrices whose rows are cut; the weights of their rows, [rows]."""
     # Of a piece of a flattened matrix each rank has all of nu.
-    ranks = [() if matrix.shard is not None else matrix.column_ranks for matrix, _ in matrices]
+    cut = [_Cut(m, x, () if m.shard is not None else m.column_ranks) for m, x in matrices]
     # 1. The mean of log nu over all columns
-    logs = [reference.known_logs(matrix.exp_avg_sq) for matrix, _ in matrices]
-    of_columns = [torch.stack([x.sum(), known.sum().to(x)]) for x, known in logs]
-    totals = add_up([*zip(of_columns, ranks)])
+    logs = [torch.stack([x.logs.sum(), x.known.sum().to(x.logs)]) for x in cut]
+    for x, total in zip(cut, add_up([(own, x.nu_ranks) for own, x in zip(logs, cut)])):
+        x.number = total[1].clamp(min=1)
+        x.center = total[0] / x.number
     # 2. The rows' sums, [2 rows] each, and how far all columns are from this mean
-    squares, distances, centers = [], [], []
-    for (matrix, scalars), own, (total, number) in zip(matrices, logs, totals):
-        of_rows = flat if matrix.shard is not None else blocks
-        scales = reference.column_scales(matrix, scalars)
-        squares.append(of_rows.row_squares(matrix, scales, scalars).flatten())
-        centers.append(total / number.clamp(min=1))
-        distances.append(reference.distances(*own, centers[-1]).sum()[None].to(squares[-1]))
-    column_ranks = [matrix.column_ranks for matrix, _ in matrices]
-    sums = add_up([*zip(squares, column_ranks), *zip(distances, ranks)])
+    vectors = []
+    for x in cut:
+        of_rows = flat if x.matrix.shard is not None else blocks
+        scales = reference.column_scales(x.matrix, x.scalars)
+        squares = of_rows.row_squares(x.matrix, scales, x.scalars).flatten()
+        distance = reference.distances(x.logs, x.known, x.center).sum()[None].to(squares)
+        vectors += [(squares, x.matrix.column_ranks), (distance, x.nu_ranks)]
+    sums = iter(add_up(vectors))
     # 3. The weights, by log rho
     weights = {}
-    for i, (matrix, scalars) in enumerate(matrices):
-        number = totals[i][1]
-        log_nu = centers[i] + sums[len(matrices) + i][0] / number.clamp(min=1)
-        rows = sums[i].view(2, -1)
-        weights[matrix] = reference.row_weights(matrix, rows, number, log_nu, scalars)
+    for x in cut:
+        rows, log_nu = next(sums).view(2, -1), x.center + next(sums)[0] / x.number
+        weights[x.matrix] = reference.row_weights(x.matrix, rows, x.number, log_nu, x.scalars)
     return weights
+
+
+def kernel_of(matrix: CoupledMatrix) -> Kernel:
+    """What makes the passes over a matrix; pieces and sparse rows have modules that call others."""
+    if matrix.shard is not None:
+        return flat
+    # Which has no passes of Coupled Adam
+    return row_sparse if matrix.row_step is not None else choose(matrix)  # type: ignore[return-value]
 
 
 def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:
@@ -139,7 +154,7 @@ def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:
         grad = -grad
     grad = grad.add(matrix.param, alpha=matrix.group["weight_decay"])
     penalized = replace(matrix, grad=grad)
-    penalized.kernel = choose(penalized)  # the matrix's own may not serve another dtype
+    penalized.kernel = kernel_of(penalized)  # the matrix's own may not serve another dtype
     return penalized
 
 

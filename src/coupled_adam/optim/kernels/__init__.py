@@ -13,7 +13,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import flat, reference, row_sparse
+from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import blocks, native
 from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
 from coupled_adam.optim.sharded import PLAIN
@@ -51,15 +51,11 @@ def kernels() -> dict[str, str]:
 
 
 def choose(matrix: CoupledMatrix) -> Kernel:
-    """Choose the kernel for a matrix, or a segment. Ranks of one matrix may choose different ones.
+    """Choose the kernel for a matrix with whole rows or a segment; ranks may choose different ones.
 
     The fast kernels take plain, strided memory that is there; everything else is the reference's,
     in blocks where slices of the parameter are views: those of a subclass may be copies.
     """
-    if matrix.shard is not None:
-        return flat
-    if matrix.row_step is not None:
-        return row_sparse  # type: ignore[return-value]  # it has no passes of Coupled Adam
     if matrix.no_host_reads or type(matrix.param) not in PLAIN:
         return reference
     if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):
@@ -82,19 +78,6 @@ def _warn_of_no_library() -> None:
         f"the kernel in C is {kernels()['C']}, so torch's operations, which are slower, update the "
         "embeddings: where there is a C compiler, install the package again"
     )
-
-
-def of_rows(table: CoupledMatrix) -> Kernel | None:
-    """Choose the kernel for the touched rows of a table; None if they have to be copied."""
-    if table.no_host_reads or type(table.param) not in PLAIN or table.group["fused"] is False:
-        return None
-    if native.supports(table):
-        return native
-    if _supported_by_triton(table) and _triton_works(table):
-        from coupled_adam.optim.kernels import triton
-
-        return triton
-    return None
 
 
 def _supported_by_triton(matrix: CoupledMatrix) -> bool:

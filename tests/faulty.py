@@ -3,6 +3,7 @@
 Run by :class:`laboratory.Laboratory` in a process of its own.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -77,8 +78,20 @@ def on_rank(rank, fault, function):
     return chosen
 
 
-def kill_at_operation(number):
-    """End before the n-th operation that changes something below $WATCHED."""
+def disk_error():
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+OPERATION_FAULTS = {
+    "kill": kill,
+    "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "ctrl-c": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "disk-error": disk_error,
+}
+
+
+def at_operation(number, fault):
+    """Call ``fault`` before the n-th operation that changes something below $WATCHED."""
     watched, writes = os.environ["WATCHED"], os.O_WRONLY | os.O_RDWR | os.O_CREAT
     changes = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate"}
 
@@ -87,7 +100,7 @@ def kill_at_operation(number):
         if changes_something and str(arguments[0]).startswith(watched):
             OPERATIONS.append(event)
             if len(OPERATIONS) == number:
-                kill()
+                fault()
 
     sys.addaudithook(hook)
     # Pictures take most of a report's time, and what is in them none of its operations.
@@ -105,8 +118,8 @@ def build_in(fault, number):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
         return
-    if fault == "operation":
-        kill_at_operation(number)
+    if fault in OPERATION_FAULTS:
+        at_operation(number, OPERATION_FAULTS[fault])
         return
     loss = LanguageModel.loss
     places = {

@@ -674,7 +674,7 @@ def test_the_main_job_shows_the_effect(tmp_path):
     # 4,096 x 64 in float32: two matrices, one and 64 numbers, or a number for each row and column
     state = [float(size) for size in re.findall(r"([\d.]+)\s+[kM]B", result.stdout)]
     assert state == [2.1, 2.1, 1.0, 17.0]
-    assert "\ncoupled-adam compare --seeds 3 --out runs/demo --resume" in result.stdout
+    assert "\ncoupled-adam compare --seeds 3 --resume --out runs/demo" in result.stdout
 
 
 def test_small_models_take_few_threads(monkeypatch):

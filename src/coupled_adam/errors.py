@@ -2,7 +2,11 @@
 
 import contextlib
 import difflib
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -23,6 +27,13 @@ def prefixed_usage_error(
 def install(extra: str) -> str:
     """How to install one of this package's extras, which is not on PyPI yet."""
     return f"pip install '.[{extra}]' in a clone of coupled-adam"
+
+
+def own_command() -> str:
+    """How to call this package's command here: as it was called, where it is on no path."""
+    called = sys.argv[0]
+    is_hidden = Path(called).name == "coupled-adam" and not shutil.which("coupled-adam")
+    return shlex.quote(called) if is_hidden else "coupled-adam"
 
 
 class TrainingError(Exception):

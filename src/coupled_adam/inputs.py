@@ -103,14 +103,15 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     return path.read_text(encoding=encoding)
 
 
-def read_own(path: Path, parse: Callable[[str], T]) -> T:
-    """What ``parse`` makes of the text of a file that this package has written.
+@contextlib.contextmanager
+def reading_own(path: Path) -> Iterator[None]:
+    """Say of a file that this package has written whether it cannot be read, or is damaged.
 
     Raises:
-        UsageError: the file is missing, is no regular file, or cannot be read or parsed.
+        UsageError: if the block raises an error.
     """
     try:
-        return parse(read_text(path))
+        yield
     except OSError as error:  # which says nothing of the content
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except Exception as error:  # whatever is wrong with the content
@@ -121,10 +122,17 @@ def read_own(path: Path, parse: Callable[[str], T]) -> T:
         ) from None
 
 
+def read_own(path: Path, parse: Callable[[str], T]) -> T:
+    """What ``parse`` makes of the text of a file that this package has written."""
+    with reading_own(path):
+        return parse(read_text(path))
+
+
 def read_array(path: Path) -> "np.memmap[Any, Any]":
     """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
 
     Raises:
+        OSError: it cannot be read.
         ValueError: it is no such file, or holds other things than numbers.
     """
     import numpy as np
@@ -132,6 +140,8 @@ def read_array(path: Path) -> "np.memmap[Any, Any]":
     try:
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(regular(path), mode="c")
+    except OSError:
+        raise
     except Exception as error:  # of many types
         raise ValueError(f"{path}: not a .npy file of numbers ({one_line(error)})") from None
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:

@@ -124,7 +124,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
         ("--counts", "one.npy"): "has the shape [], but must hold one number for each",
         ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
-        ("--counts", "missing.npy"): f"error: --counts {tmp_path}/missing.npy: not a .npy file",
+        ("--counts", "missing.npy"): f"No such file or directory: '{tmp_path}/missing.npy",
         ("--tokens", "c.bin"): "token ids range from 448 to 448, but must be between 0 and 447",
         ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
         ("--tokens", "odd.bin"): "odd.bin is damaged, or does not hold uint16: it has 3 bytes",

@@ -20,7 +20,7 @@ from rich.console import Console
 from scipy import stats
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, own_command
 from coupled_adam.lab.arms import ARMS, Arm
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import override
@@ -168,13 +168,21 @@ def test_three_arms_are_ordered(recipe):
     assert "SGD, f = 9 is 1.500 higher. A test needs runs with AdamW and with another" in paragraph
 
 
-def test_a_page_of_one_seed_shows_the_command(comparison):
-    """As code; each measure has a meaning of its own, and the caption its line on a telephone."""
+def test_a_page_of_one_seed_shows_the_command(comparison, monkeypatch):
+    """As code that works as typed, where no PATH leads to it as well.
+
+    Each measure has a meaning of its own, and the caption its line on a telephone.
+    """
     for run in comparison.glob("*-seed-[23]"):
         shutil.rmtree(run)
     (comparison / "comparison.yaml").touch()
+    monkeypatch.setattr("sys.argv", [".venv/bin/coupled-adam"])
+    monkeypatch.setenv("PATH", str(comparison))
     page = report([comparison], comparison / "report").page.read_text()
-    assert f"<code>coupled-adam compare --seeds 3 --out {comparison} --resume</code>" in page
+    more = f"compare --seeds 3 --resume --out {comparison}"
+    assert f"<code>.venv/bin/coupled-adam {more}</code>" in page
+    (comparison / "coupled-adam").touch(0o700)
+    assert own_command() == "coupled-adam"
     narrow = page[page.index("(max-width: 40rem)") : page.index("</style>")]
     assert "#results caption { display: block; }" in narrow
     letters = page[page.index("</table>") : page.index("The small print")]
@@ -212,7 +220,7 @@ def test_conclusion_of_one_seed(recipe, tmp_path):
     sentence, command = paragraph.split("\n")
     assert sentence.endswith("One seed cannot tell whether a loss is lower; three can:")
     assert shlex.split(command) == [
-        *("coupled-adam", "compare", "--seeds", "3", "--out", str(out), "--resume")
+        *("coupled-adam", "compare", "--seeds", "3", "--resume", "--out", str(out))
     ]
 
 

@@ -267,7 +267,7 @@ def _counts(
         pieces = (ids[start : start + 2**24] for start in range(0, len(ids), 2**24))
         return _count("--tokens", pieces, rows)
     if inputs.counts is not None:
-        with prefixed_usage_error("--counts "):
+        with prefixed_usage_error("--counts ", (ValueError, OSError)):
             return _read_counts(inputs.counts, is_token, rows)
     path = Path(model) / COUNTS  # of a run
     return _read_counts(path, is_token, rows) if path.exists() else None

@@ -30,7 +30,7 @@ from coupled_adam.embeddings.loading import (
     load_embeddings,
     model_embeddings,
 )
-from coupled_adam.errors import UsageError, one_line, prefixed_usage_error
+from coupled_adam.errors import UsageError, one_line, own_command, prefixed_usage_error
 from coupled_adam.files import new_folder, resolved, write_atomically
 from coupled_adam.inputs import bounded_model, check_model_folder, read_text
 from coupled_adam.outputs import check_outputs
@@ -96,7 +96,7 @@ def repair_commands(
     is_there = not is_run(path) or (path / MODEL).exists()
     if not is_there or alive < 2 or not can_repair(path, entry.config):
         return "", ""
-    command = f"coupled-adam repair {shlex.quote(model)}"
+    command = f"{own_command()} repair {shlex.quote(model)}"
     if revision is not None:
         command += f" --revision {shlex.quote(revision)}"
     out = "--out NEW.npy" if path.suffix == ".npy" else "--out NEW"

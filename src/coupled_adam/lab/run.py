@@ -14,9 +14,9 @@ from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from coupled_adam.embeddings import load_embeddings
-from coupled_adam.errors import UsageError, prefixed_usage_error
+from coupled_adam.errors import prefixed_usage_error
 from coupled_adam.fields import LARGEST, require
-from coupled_adam.inputs import read_array, read_own
+from coupled_adam.inputs import read_array, read_own, reading_own
 from coupled_adam.lab.arms import Arm
 from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from
 from coupled_adam.runs import (
@@ -225,13 +225,9 @@ class Run:
         return {step * per_step: values.astype(float) for step, values in moments.items()}
 
     def _numbers_of_tokens(self, path: Path) -> NDArray[Any]:
-        """The array in a file, with a number for each token, [V]; UsageError if it is damaged."""
+        """The array in a file, with a number for each token, [V]."""
         size = self.recipe.model.vocab_size
-        with prefixed_usage_error(
-            f"{path} is damaged, or another run's: ",
-            (UsageError, OSError, ValueError, EOFError),
-        ):
-            require(path.is_file(), "it is no file")
+        with reading_own(path):
             values = read_array(path)
             is_whole = values.dtype.kind in "iuf" and values.ndim == 1 and len(values) >= size
             require(

@@ -129,7 +129,7 @@ def _array_file(path: Path) -> TokenFile:
     """The ids of a ``.npy`` file, whose header says where and what they are."""
     try:
         ids = read_array(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error)}") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         shape = list(ids.shape)

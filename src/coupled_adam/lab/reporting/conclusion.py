@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from coupled_adam.errors import own_command
 from coupled_adam.lab.reporting.frame import (
     TEST_LOSS,
     baseline_of,
@@ -79,7 +80,7 @@ def _sentences(experiment: pd.DataFrame) -> list[str]:
         folder, command = experiment.run.iloc[0].folder.parent, " --seeds 3 --resume"
         # The whole command if the recipe is in the folder; its end if only the user knows it.
         if (folder / COMPARISON).exists():
-            command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
+            command = f"\n{own_command()} compare{command} --out {shlex.quote(str(folder))}"
         ranked = sorted(arms, key=lambda arm: arm.test_loss.mean())
         losses = [f"{arm.test_loss.mean():.3f} ({_label(arm)})" for arm in ranked]
         return [

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from coupled_adam.optim.embedding_search import given_sizes, search
-from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LOG_LIMIT, Rate
+from coupled_adam.optim.lean import LARGEST_STEP, LEAN, LOG_LIMIT, Rate, check_momentum
 from coupled_adam.optim.model_matrix import ModelMatrix, find_blocks
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
@@ -276,19 +276,9 @@ def _check_momentum(b1: Any, b2: Any, row_exponent: float, mu_dtype: Any) -> Non
             f"Invalid mu_dtype: {dtype} with row_exponent={row_exponent}: a small moment would "
             "never decay in it. Use float32 or bfloat16"
         )
-    if isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer):
-        return
-    beta1, beta2 = float(b1), float(b2)
-    if dtype == jnp.bfloat16 and 1 - beta1 < 2**-8:
-        raise ValueError(
-            f"Invalid b1: {beta1} with mu_dtype={dtype} (must be at most 0.996, or the moment of a "
-            "row without gradients would be rounded to what it was)"
-        )
-    if beta1 and not beta1 < beta2 ** (row_exponent / 2):
-        raise ValueError(
-            f"Invalid b1: {beta1} (must be below b2^(row_exponent / 2) = "
-            f"{beta2 ** (row_exponent / 2):.4f}, or rows without a gradient would move ever faster)"
-        )
+    if not (isinstance(b1, jax.core.Tracer) or isinstance(b2, jax.core.Tracer)):
+        is_bfloat16 = dtype == jnp.bfloat16
+        check_momentum(float(b1), float(b2), row_exponent, is_bfloat16=is_bfloat16)
 
 
 def _typical_square(nu: jax.Array) -> jax.Array:

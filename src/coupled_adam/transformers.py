@@ -28,7 +28,7 @@ from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, pa
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
 
-# "lr_factor" is among them to be refused, with a message, by CoupledAdamW.
+# "lr_factor" is among them as **LEAN has it, to be refused by CoupledAdamW if it is a number.
 _OPTIONS = GROUP_OPTIONS | {"lr_factor", *inspect.signature(CoupledAdamW).parameters}
 _OPTIONS -= {"params", "groups"}
 

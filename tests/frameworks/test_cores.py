@@ -4,12 +4,11 @@ The same file is the program of each rank.
 """
 
 import functools
-import pickle
-import tempfile
 
 import pytest
 import torch
-from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,9 +19,11 @@ from transformers import (
 )
 
 import decoders
+from cores import beside, go_on, on_ranks, train
 from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.transformers import use_coupled_adam
 from decoders import assert_same_parameters
+from processes import run_cases, run_on_ranks
 
 V, H = 40, 64  # so that 8-bit optimizers make the hidden matrices' states smaller
 
@@ -62,22 +63,6 @@ def decoder():
     return decoders.decoder(True, V, H).float()
 
 
-def train(model, optimizers, steps):
-    for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        ids = torch.randint(0, V, (8, 5), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten()).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def beside(model, core):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings=LEAN | {"lr_factor": 4}, core=core)
-    optimizer.train()
-    return optimizer
-
-
 def bytes_of(state):
     """All tensors' bytes, those within 8-bit tensors among them."""
     if isinstance(state, dict):
@@ -95,21 +80,16 @@ def test_it_is_two_optimizers(core):
     groups = param_groups(other, LEAN | {"lr_factor": 4})
     both = [core(groups[:-1]), CoupledAdamW(groups[-1:], lr=1e-3)]
     getattr(both[0], "train", int)()
-    train(model, [optimizer], range(6))
+    train(model, optimizer, range(6))
     train(other, both, range(6))
     assert_same_parameters(model, other)
-    train(cut, [resumed], range(3))
-    with tempfile.TemporaryFile() as file:
-        torch.save(resumed.state_dict(), file)
-        file.seek(0)
-        resumed = beside(cut, core)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
-    resumed.train()
-    train(cut, [resumed], range(3, 6))
+    train(cut, resumed, range(3))
+    cut, resumed = go_on("state_dict", cut, resumed, lambda m: beside(m, core))
+    train(cut, resumed, range(3, 6))
     assert_same_parameters(model, cut)
-    copied, again = pickle.loads(pickle.dumps((cut, resumed)))
-    train(cut, [resumed], range(6, 8))
-    train(copied, [again], range(6, 8))
+    copied, again = go_on("pickle", cut, resumed, None)
+    train(cut, resumed, range(6, 8))
+    train(copied, again, range(6, 8))
     assert_same_parameters(cut, copied)
 
 
@@ -219,7 +199,34 @@ def test_states_of_one_byte(core):
     """Hidden matrices have two bytes and a little more for each parameter, LEAN's table V + 2H."""
     model = decoder()
     optimizer = beside(model, core)
-    train(model, [optimizer], range(2))
+    train(model, optimizer, range(2))
     hidden = optimizer.state[model.block[0].weight]
     assert bytes_of(hidden) < 2.3 * 2 * H * H
     assert bytes_of(optimizer.state[model.embed.weight]) <= 4 * (V + 2 * H) + 8
+
+
+CASES = {
+    f"{core.__name__}, {shard.__name__}": functools.partial(
+        lambda core, shard: on_ranks(
+            (decoder(), decoder()), shard, lambda m: beside(m, core), rtol=1e-2, atol=1e-3
+        ),
+        core,
+        shard,
+    )
+    for core, shard in (
+        (bitsandbytes, DistributedDataParallel),
+        (torchao, DistributedDataParallel),
+        (torchao, fully_shard),
+    )
+}
+
+
+def test_two_ranks(frameworks_in_processes):
+    """DDP, FSDP2 and distributed checkpoints of 8-bit states."""
+    for package in ("bitsandbytes", "torchao"):
+        pytest.importorskip(package)
+    run_on_ranks(2, __file__, CASES)
+
+
+if __name__ == "__main__":
+    run_cases(CASES)

@@ -349,7 +349,7 @@ def test_invalid_options():
             coupled_adamw(1e-3, labels={"wte": matrix_of_labels}).init({"wte": np.zeros(3)})
     with pytest.raises(ValueError, match=r"Invalid row_exponent: 1.5"):
         scale_by_coupled_adam(row_exponent=1.5)
-    with pytest.raises(ValueError, match=r"Invalid b1: 0.99 .*= 0.9809"):
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, .*= 0.9809"):
         scale_by_coupled_adam(0.99, 0.95, row_exponent=0.75)
     tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(1e-3, labels="coupled")
     with pytest.raises(

@@ -5,69 +5,19 @@ The same file is the program of each rank.
 
 import copy
 import functools
-import pickle
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 
 import decoders
-from coupled_adam import (
-    LEAN,
-    CoupledAdamW,
-    MuonWithCoupledAdam,
-    param_groups,
-    to_adam_state_dict,
-)
+from cores import OneByte, assert_same_state, beside, go_on, loss_of, on_ranks, train
+from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
 from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
 V, H = 12, 8
-
-
-class OneByte(torch.optim.Optimizer):
-    """Sign descent on a momentum of one byte an element, as 8-bit optimizers keep and load it."""
-
-    def __init__(self, params, lr, weight_decay=0.01):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.levels = 100.0  # which torch's way to pickle an optimizer loses
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["sign"] = torch.full_like(p, 100, dtype=torch.uint8)
-                    state["scale"] = torch.zeros((), dtype=torch.float64)
-                state["scale"].add_(1e-12)
-                momentum = 0.9 * (state["sign"] / self.levels - 1) + 0.1 * p.grad.sign()
-                state["sign"].copy_((momentum + 1) * self.levels)
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * momentum.sign())
-
-    def state_dict(self):
-        saved = super().state_dict()
-        return {**saved, "state": {k: {"packed": dict(s)} for k, s in saved["state"].items()}}
-
-    def load_state_dict(self, saved):
-        super().load_state_dict({**saved, "state": {}})
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for key, p in zip(keys, params, strict=True):
-            if key in saved["state"]:
-                self.state[p] = copy.deepcopy(saved["state"][key]["packed"])
-
-
 CORES = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1),
     "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -80,34 +30,6 @@ every_core = pytest.mark.parametrize("core", CORES.values(), ids=CORES)
 
 def decoder(tied=False, dtype=torch.float32):
     return decoders.decoder(tied, V, H).to(dtype)
-
-
-def loss_of(model, step):
-    ids = torch.randint(0, V, (8, 5), generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
-
-
-def train(model, optimizers, steps, schedulers=()):
-    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    for step in steps:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(model, step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-
-
-def beside(model, core, **options):
-    return CoupledAdamW(model, lr=1e-3, embeddings=LEAN | {"lr_factor": 4}, core=core, **options)
-
-
-def assert_same_state(optimizer, other):
-    a, b = optimizer.state_dict(), other.state_dict()
-    assert a["param_groups"] == b["param_groups"]
-    torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=0)
 
 
 @every_core
@@ -124,8 +46,8 @@ def test_it_is_two_optimizers(core):
     def schedule(o):
         return torch.optim.lr_scheduler.CosineAnnealingLR(o, 12)
 
-    train(model, optimizer, range(8), [schedule(optimizer)])
-    train(other, both, range(8), [schedule(o) for o in both])
+    train(model, optimizer, range(8), [schedule(optimizer)], clip=0.5)
+    train(other, both, range(8), [schedule(o) for o in both], clip=0.5)
     assert_same_parameters(model, other)
     assert [g["lr"] for g in optimizer.param_groups] == [
         g["lr"] for o in both for g in o.param_groups
@@ -137,20 +59,13 @@ def test_it_is_two_optimizers(core):
 
 @every_core
 @pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
-def test_saved_in_the_middle(core, through, tmp_path):
+def test_saved_in_the_middle(core, through):
     """It goes on to the bit, in bfloat16 too; the core's states are as the core has them."""
     whole, cut = (decoder(True, torch.bfloat16) for _ in range(2))
-    optimizer = beside(whole, core)
+    optimizer, resumed = beside(whole, core), beside(cut, core)
     train(whole, optimizer, range(6))
-    resumed = beside(cut, core)
     train(cut, resumed, range(3))
-    if through == "state_dict":
-        torch.save(resumed.state_dict(), tmp_path / "optimizer.pt")
-        resumed = beside(cut, core)
-        resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    else:
-        copied = (lambda pair: pickle.loads(pickle.dumps(pair))) if through == "pickle" else None
-        cut, resumed = (copied or copy.deepcopy)((cut, resumed))
+    cut, resumed = go_on(through, cut, resumed, lambda m: beside(m, core))
     train(cut, resumed, range(3, 6))
     assert_same_parameters(whole, cut)
     assert_same_state(optimizer, resumed)
@@ -313,9 +228,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(name):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert_same_state(optimizer, before)
     optimizer.step()
 
 
@@ -409,31 +322,9 @@ def test_no_embeddings_is_no_way_to_update_them():
 
 
 def sharded(core):
-    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
-    whole, model = decoder(), decoder()
-    fully_shard(model)
-    optimizers = [beside(m, core) for m in (whole, model)]
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-
-    def train(m, optimizer, steps):  # without clipping, whose sums have another order
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(m, step).backward()
-            optimizer.step()
-
-    for m, optimizer in zip((whole, model), optimizers):
-        train(m, optimizer, range(3))
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizers[1])}, checkpoint_id=folder[0])
-    fresh = beside(model, core)
-    fresh.init_state()
-    state = {"optimizer": get_optimizer_state_dict(model, fresh)}
-    dcp.load(state, checkpoint_id=folder[0])
-    set_optimizer_state_dict(model, fresh, state["optimizer"])
-    train(whole, optimizers[0], range(3, 6))
-    train(model, fresh, range(3, 6))
-    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q.full_tensor(), rtol=1e-4, atol=1e-5, msg=name)
+    """FSDP2, of which a rank has few rows or none."""
+    models = decoder(), decoder()
+    on_ranks(models, fully_shard, lambda m: beside(m, core), rtol=1e-4, atol=1e-5)
 
 
 CASES = {name: functools.partial(sharded, CORES[name]) for name in ("AdamW", "SGD")}

@@ -397,27 +397,13 @@ def test_damaged_states(options, count):
     assert refused > count / 2
 
 
-STRUCTURES = [
-    None,
-    {},
-    {"state": {}},
-    {"state": [], "param_groups": []},
-    {"state": {}, "param_groups": {}},
-    {"state": {}, "param_groups": [None]},
-    {"state": {}, "param_groups": [{}]},
-    {"state": {}, "param_groups": [{"params": 0}]},
-    {"state": {0: None}, "param_groups": [{"params": [0]}]},
-    {"state": {0: [1]}, "param_groups": [{"params": [0]}]},
-]
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.parametrize("structure", [None, {}, {"state": {}}], ids=str)
 def test_no_state_dict(structure):
     p = matrix()
     optimizer = CoupledAdamW([p], coupled=True)
     take_steps(optimizer, [0])
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="the checkpoint is damaged, or none of an optimizer"):
+    with pytest.raises(ValueError, match="no state dict of an optimizer"):
         optimizer.load_state_dict(structure)
     assert_same(optimizer.state_dict(), before)
 

@@ -5,28 +5,15 @@ The same file is the program of each rank.
 
 import copy
 import inspect
-import pickle
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 
 import decoders
-from coupled_adam import (
-    LEAN,
-    CoupledAdamW,
-    MuonWithCoupledAdam,
-    param_groups,
-    to_adam_state_dict,
-)
+from cores import assert_same_state, go_on, loss_of, on_ranks, train
+from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
 from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
@@ -37,19 +24,6 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs 
 
 def decoder(tied=False):
     return decoders.decoder(tied, V, H).float()
-
-
-def loss_of(model, step):
-    """On tokens enough for gradients of full rank: Muon makes noise in other directions large."""
-    ids = torch.randint(0, V, (8, 5), generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
-
-
-def train(model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
 
 
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True, "second_moment_scale": 0.5, "lr": 0.2}
@@ -261,18 +235,12 @@ def test_which_matrices():
 
 
 @pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
-def test_saved_in_the_middle(through, tmp_path):
+def test_saved_in_the_middle(through):
     whole, cut = decoder(tied=True), decoder(tied=True)
     train(whole, MuonWithCoupledAdam(whole), range(6))
     optimizer = MuonWithCoupledAdam(cut)
     train(cut, optimizer, range(3))
-    if through == "state_dict":
-        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-        optimizer = MuonWithCoupledAdam(cut, lr=7.0)
-        optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    else:
-        copied = (lambda pair: pickle.loads(pickle.dumps(pair))) if through == "pickle" else None
-        cut, optimizer = (copied or copy.deepcopy)((cut, optimizer))
+    cut, optimizer = go_on(through, cut, optimizer, lambda m: MuonWithCoupledAdam(m, lr=7.0))
     train(cut, optimizer, range(3, 6))
     assert_same_parameters(whole, cut)
 
@@ -293,9 +261,7 @@ def test_what_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match=r"group 0 .* torch.Muon in the che.* CoupledAdam\(W\) in"):
         coupled.load_state_dict(before)
     assert not coupled.state
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert_same_state(optimizer, before)
     train(model, optimizer, [2])  # still one state
     assert optimizer.state[model.embed.weight]["step"] == 3
 
@@ -407,29 +373,16 @@ def test_errors_of_a_list(options, error, message):
 
 
 def sharded(embeddings):
-    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint.
-
-    The sums that ranks of LEAN are still adding up are complete in it.
-    """
-    whole, model = decoder(), decoder()
-    fully_shard(model)
-    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, embeddings=embeddings) for m in (whole, model)]
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    for m, optimizer in zip((whole, model), optimizers):
-        train(m, optimizer, range(3))
-    state = {"optimizer": get_optimizer_state_dict(model, optimizers[1])}
-    dcp.save(state, checkpoint_id=folder[0])
-    fresh = MuonWithCoupledAdam(model, lr=5.0, embeddings={**embeddings, "lr_factor": 7})
-    fresh.init_state()
-    state = {"optimizer": get_optimizer_state_dict(model, fresh)}
-    dcp.load(state, checkpoint_id=folder[0])
-    set_optimizer_state_dict(model, fresh, state["optimizer"])
-    train(whole, optimizers[0], range(3, 6))
-    train(model, fresh, range(3, 6))
-    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+    """FSDP2, of which a rank has few rows or none: the sums that ranks of LEAN add are complete."""
+    on_ranks(
+        (decoder(), decoder()),
+        fully_shard,
+        lambda m: MuonWithCoupledAdam(m, lr=1e-3, embeddings=embeddings),
+        lambda m: MuonWithCoupledAdam(m, lr=5.0, embeddings={**embeddings, "lr_factor": 7}),
         # Muon iterates in bfloat16, where another order of sums can be seen.
-        torch.testing.assert_close(p, q.full_tensor(), rtol=2e-3, atol=2e-4, msg=name)
+        rtol=2e-3,
+        atol=2e-4,
+    )
 
 
 CASES = {

@@ -323,7 +323,7 @@ def test_an_optimizer_is_printed_in_a_line_for_each_group():
 def test_printed_without_names():
     groups = param_groups(model())
     groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": None, "vocab_dim": 0})
-    assert repr(groups).splitlines()[-1].split() == ["parameter", "0", "3"]
+    assert repr(groups).splitlines()[-1].split() == ["parameter", "0", "3", "the", "defaults"]
     assert "None" not in repr(param_groups(model(), "lean"))
     assert "vocab_dim" not in repr(param_groups(model(), "lean"))
 

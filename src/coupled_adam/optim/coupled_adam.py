@@ -82,33 +82,28 @@ class CoupledAdam(torch.optim.Adam):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.Adam`, with the same
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
-        coupled: whether the rows of each matrix in the group share a second moment, by default
-            False. A model or ``vocab_size`` says it instead.
+        coupled, vocab_dim: whether the rows of each matrix in the group share a second moment, by
+            default False, and the dimension that indexes the tokens: 0 for [V, H], the default, or
+            1 for [H, V]. A model or ``vocab_size`` says both instead. Without ``coupled`` the next
+            four have no effect.
         second_moment_scale: positive factor applied to the shared second moment, the 2^-n of Scaled
-            Coupled Adam (Sec. 6.1), by default 1. Affects coupled groups only.
+            Coupled Adam (Sec. 6.1), by default 1.
         row_exponent: a between 0 and 1, by default 0. With a > 0 the step size of each token also
             depends on its own average squared gradient, to the power -a/2 (see
             :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
-            number of state for each token, ``row_exp_avg_sq`` [V]. Affects coupled groups only.
+            number of state for each token, ``row_exp_avg_sq`` [V].
         zero_sum: subtract the mean of the rows' updates from each of them, so that a step does not
-            move the mean embedding, except by weight decay and rounding. This goes beyond the
-            paper, too. Affects coupled groups only.
-        vocab_dim: the dimension that indexes the tokens: 0 for [V, H], the default, or 1 for [H,
-            V]. Affects coupled groups only. A model or ``vocab_size`` says it instead.
+            move the mean embedding, except by weight decay and rounding; beyond the paper, too.
         stochastic_rounding: round updated bfloat16 parameters up or down at random, so that small
-            updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects bfloat16
-            parameters of coupled groups only.
+            updates are kept on average (see :mod:`coupled_adam.optim.rounding`).
         embeddings: how the coupled matrices of a model, or those that ``vocab_size`` finds, are
-            updated, as in :func:`coupled_adam.param_groups`. What it sets cannot be given as an
-            argument, too.
-        vocab_size: the number V of rows of the embedding matrices, padding included. A model needs
-            it if it does not say V itself. Frameworks that pass on parameters only always do: every
-            matrix with V rows, or with V columns (``vocab_dim=1``), is then moved to a coupled
-            group with the options of its own group and of ``embeddings``, which follows it. Groups
-            that are added later have to say ``coupled`` themselves.
+            updated, as in :func:`coupled_adam.param_groups`. What it sets is no argument.
+        vocab_size: the number V of rows of the embedding matrices, padding included, where a model
+            does not say it. Frameworks that pass on parameters only always need it: every matrix
+            with V rows or V columns then moves to a coupled group with the options of its own group
+            and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
         steps: the number of optimizer steps of the whole training, from which the learning rate of
-            ``embeddings="lean"`` follows, as in :func:`coupled_adam.param_groups`. A checkpoint
-            that is loaded keeps its own.
+            ``embeddings="lean"`` follows. A checkpoint that is loaded keeps its own.
         core: a function that makes another optimizer of param groups, which then updates all
             parameters but the token embeddings, as in ``core=lambda groups: AdamW8bit(groups,
             lr=6e-4, weight_decay=0.1)``. The groups have the options that are given for them, such
@@ -118,9 +113,9 @@ class CoupledAdam(torch.optim.Adam):
 
     Raises:
         TypeError: if an argument is unknown, or one of ``groups`` is given without a model.
-        ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
-            floating-point matrix. Also as in :func:`coupled_adam.param_groups` for a model; if no
-            matrix has the size ``vocab_size``, or hidden layers have it.
+        ValueError: if an option is out of range, a coupled parameter is not a non-empty, real,
+            floating-point matrix, or no matrix has the size ``vocab_size``, or hidden layers have
+            it; also as in :func:`coupled_adam.param_groups`.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
@@ -165,8 +160,8 @@ class CoupledAdam(torch.optim.Adam):
         **groups: Unpack[GroupOptions],
     ) -> None:
         arguments = dict(locals())
-        if "lr_factor" in groups:
-            factor = arguments["groups"]["lr_factor"]
+        # As **LEAN has it, where it is None
+        if (factor := arguments["groups"].pop("lr_factor", None)) is not None:
             raise ValueError(
                 f"lr_factor={factor!r} is an option of the embeddings: write "
                 f"embeddings={{'lr_factor': {factor!r}}}, or embeddings=LEAN | {{...}}"
@@ -599,12 +594,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", steps=10_000, fused=True)
 
     Args:
-        params: as in :class:`CoupledAdam`.
-        lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
-            defaults.
-        maximize, foreach, capturable, differentiable, fused: likewise.
-        coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size, steps, core, groups: likewise.
+        params, groups: these and all others as in :class:`CoupledAdam`, with the defaults of
+            :class:`torch.optim.AdamW`.
     """
 
     def __init__(
@@ -643,10 +634,8 @@ def _refuse_what_groups_set(
 ) -> None:
     """Raise ValueError for an argument that has no effect, as the coupled groups set it.
 
-    Args:
-        coupling: the arguments.
-        group_options: the options of the coupled groups, or of ``embeddings``.
-        knows_matrices: whether a model, or ``vocab_size``, says which matrices are coupled.
+    ``group_options`` are those of the coupled groups, or of ``embeddings``; ``knows_matrices`` is
+    whether a model, or ``vocab_size``, says which matrices are coupled.
     """
     for name, value in coupling.items():
         if name in ("coupled", "vocab_dim") and knows_matrices:

@@ -28,6 +28,25 @@ It is what to compare LEAN with, and takes the same ``lr_factor``, by ``steps=``
 """
 
 
+def check_momentum(beta1: float, beta2: float, row_exponent: float, *, is_bfloat16: bool) -> None:
+    """Raise ValueError if LEAN's momentum would grow where a row has no gradient any more.
+
+    It moves by m_i / r_i^(a/2), whose numerator shrinks by beta1 in a step, and the denominator by
+    beta2^(a/2). In bfloat16 the numerator only shrinks if a step changes it by half a unit of its
+    last place or more.
+    """
+    most = beta2 ** (row_exponent / 2)
+    bound = f"below beta2 ** (row_exponent / 2) = {most:.4g}"
+    if is_bfloat16 and 1 - beta1 < 2**-8:
+        bound = "at most 0.996, or bfloat16 would round the momentum to what it was"
+    elif not row_exponent or beta1 == 0 or beta1 < most:
+        return
+    raise ValueError(
+        f"Invalid betas: ({beta1}, {beta2}) with {row_exponent=}: a token without gradients would "
+        f"move faster and faster (beta1 must be {bound})"
+    )
+
+
 def lean_lr_factor(steps: int, *, beside_muon: bool = False) -> float:
     """LEAN's learning rate in a training of so many steps, relative to the other parameters'.
 

@@ -108,13 +108,8 @@ class MuonWithCoupledAdam(CoupledAdamW):
             )
         check_options({"lr": lr, "adam_lr": lr if adam_lr is None else adam_lr})
         # 1. The options
-        options: Any = {
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
+        options: Any = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        options |= {"ns_coefficients": ns_coefficients, "adjust_lr_fn": adjust_lr_fn}
         self._adam_lr = lr if adam_lr is None else adam_lr
         embeddings = embedding_options(embeddings, steps, beside_muon=steps is not None)
         adam_options: dict[str, Any] = {"betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -167,10 +167,10 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
         if not rates or Tensor in map(type, rates):
             continue
         # A schedule that knows the groups keeps their ratio, and so gives the others another rate.
+        built = f"the coupled group was built with {factor:g} times the learning rate of the others"
         if rates.count(lr) == len(rates):
             warn(
-                f"the coupled group was built with {factor:g} times the learning rate of the "
-                f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
+                f"{built}, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
                 "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
                 "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
             )
@@ -179,10 +179,9 @@ def warn_of_lost_factor(groups: list[Group]) -> bool:
             2 * _share_of_rate(group) < _share_of_rate(other) for other in others
         ):
             warn(
-                f"the coupled group was built with {factor:g} times the learning rate of the "
-                "others, but a schedule has taken more than half of that factor away: it leads all "
-                "rates to the same number, as CosineAnnealingLR's eta_min does. Give LambdaLR one "
-                "function for all groups instead"
+                f"{built}, but a schedule has taken more than half of that factor away: it leads "
+                "all rates to the same number, as CosineAnnealingLR's eta_min does. Give LambdaLR "
+                "one function for all groups instead"
             )
             return True
     return False

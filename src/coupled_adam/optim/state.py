@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
+from coupled_adam.optim.lean import check_momentum
 from coupled_adam.optim.options import (
     Group,
     check_options,
@@ -79,29 +80,11 @@ def check_group(group: Group) -> None:
 
 
 def check_betas(group: Group) -> None:
-    """Raise ValueError if LEAN's momentum would grow where a row has no gradient any more.
-
-    It moves by m_i / r_i^(a/2), whose numerator shrinks by beta1 in a step, and the denominator by
-    beta2^(a/2). In bfloat16 the numerator only shrinks if a step changes it by half a unit of its
-    last place or more.
-    """
-    a = group["row_exponent"]
+    """Raise ValueError if LEAN's momentum would grow where a row has no gradient any more."""
     beta1, beta2 = map(_readable, group["betas"])
-    if not a or beta1 is None or beta2 is None or beta1 == 0:
-        return
-    is_bfloat16 = any(p.dtype == torch.bfloat16 for p in group["params"])
-    if is_bfloat16 and 1 - beta1 < 2**-8:
-        raise ValueError(
-            f"Invalid betas: {group['betas']} with row_exponent={a} and bfloat16 parameters: the "
-            "momentum would be rounded to what it was, and a token without gradients would move "
-            "faster and faster (betas[0] must be at most 0.996; or keep the parameters in float32)"
-        )
-    if beta1 >= beta2 ** (a / 2):
-        raise ValueError(
-            f"Invalid betas: {group['betas']} with row_exponent={a}: a token without gradients "
-            "would move faster and faster (betas[0] must be below betas[1] ** (row_exponent / 2) = "
-            f"{beta2 ** (a / 2):.4g})"
-        )
+    if group["row_exponent"] and beta1 and beta2 is not None:
+        is_bfloat16 = any(p.dtype == torch.bfloat16 for p in group["params"])
+        check_momentum(beta1, beta2, group["row_exponent"], is_bfloat16=is_bfloat16)
 
 
 def _readable(beta: float | Tensor) -> float | None:

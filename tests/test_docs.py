@@ -152,7 +152,6 @@ def save_model(folder, seed=0):
 
 TO_MEND = {
     "README.md": lambda: {"model": gpt2()},
-    "docs/beside.md": lambda: {"model": gpt2()},
     "docs/study/rate.md": lambda: {"model": gpt2()},
     "docs/tables.md": dict,
 }

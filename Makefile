@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Each process that a test starts would compile our modules anew if it could not keep them.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 10
 
-.PHONY: coverage demo docs format gpu gpu-compile test test-slow ways
+.PHONY: coverage demo docs format gpu gpu-compile test test-slow test-torchrec ways
 
 # AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
@@ -34,6 +34,19 @@ coverage: $(VENV)/installed
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide --dist load --maxschedchunk 1
+
+# torchrec's tables. FBGEMM loads beside this torch alone, so they have an environment of their own;
+# without dependencies, as torchrec would install FBGEMM's package for GPUs.
+TORCHREC := $(VENV)/torchrec
+test-torchrec: $(TORCHREC)/installed
+	PYTHONPATH=src $(TORCHREC)/bin/python -m pytest tests/frameworks/test_torchrec.py
+
+$(TORCHREC)/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(TORCHREC)
+	$(TORCHREC)/bin/pip install torch==2.14.1 fbgemm-gpu-cpu==1.9.0 hypothesis pytest
+	$(TORCHREC)/bin/pip install tensordict torchmetrics==1.0.3 tqdm pyre-extensions
+	$(TORCHREC)/bin/pip install --no-deps torchrec==1.9.2
+	touch $@
 
 # How long the ways through the package are, of which CONTRIBUTING.md has the ceilings.
 ways: $(VENV)/installed

@@ -29,12 +29,15 @@ from coupled_adam.embeddings.measures import MEASURES
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "src" / "coupled_adam" / "embeddings" / "references.json"
-QUESTIONS = ("betas", "betas_untied", "betas_48M", "scale", "betas_H=32", "betas_H=128")
+QUESTIONS = (
+    *("betas", "betas_untied", "scale", "betas_H=32", "betas_H=128"),
+    *("finals", "final_rates"),
+)
 ARMS = {
     "AdamW at 0.9, 0.95": r"^adamw 0\.9 0\.95 ",
     "AdamW at 0, 0.999": r"^adamw 0 0\.999 ",
     "Coupled Adam": r"\bcoupled\b",
-    "LEAN": r"^a=0\.75 ",
+    "LEAN": r"^(2400 steps|9768 steps|untied|H=32|H=128) lean2 0 0\.99( x[\d.]+)?$",
 }
 """Names and patterns of the study's arms."""
 

@@ -1,29 +1,19 @@
-"""Which matrices param_groups couples, in classes of transformers and in hand-written models.
+"""What tests and other scripts ask of classes of transformers: which matrices embed tokens.
 
-    python benchmarks/which_tables.py --out benchmarks/results/which_tables.json
-
-What is right is not told by names or by the rule itself. A class of transformers is built twice,
-the second time with larger vocabularies: the matrices that have grown are its token embeddings. It
-is then tried as its configuration has it by default, and with a vocabulary as large as some of its
-layers are wide. Hand-written models say themselves what is right.
+What is right is not told by names or by the rule itself: a class is built twice, the second time
+with larger vocabularies, and the matrices that have grown are its token embeddings.
 
 An outcome is "right" (without a word), "warned" (right, with a warning of what else looks like a
 token embedding), "named" (not right, but the warning names the matrices), "refused" (an error that
 asks), or "silent" (not right, and nothing said so).
 """
 
-import argparse
-import collections
-import contextlib
-import json
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from hand_written_models import MODELS
 from torch import nn
 from transformers.models.auto import modeling_auto
 
@@ -35,11 +25,6 @@ MAPPINGS = re.findall(
     "IMAGE_CLASSIFICATION OBJECT_DETECTION AUDIO_CLASSIFICATION CTC TEXT_TO_WAVEFORM "
     "TIME_SERIES_PREDICTION DEPTH_ESTIMATION AUDIO_TOKENIZATION",
 )
-WIDTHS = {
-    "V = H": ("hidden_size", "d_model", "n_embd", "dim", "emb_dim"),
-    "V = F": ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden"),
-    "V = KV": (),
-}
 
 
 def class_names() -> list[str]:
@@ -65,21 +50,6 @@ def sizes_of(config: transformers.PretrainedConfig) -> list[tuple[Any, str]]:
         for key, value in vars(c).items()
         if "vocab_size" in key and "type" not in key and isinstance(value, int) and value > 1
     ]
-
-
-def width(config: Any, kind: str) -> int | None:
-    """The width of a kind of layers of the configuration that has the vocabulary."""
-    if kind == "V = KV":
-        heads = getattr(config, "num_key_value_heads", None)
-        total, hidden = (
-            getattr(config, "num_attention_heads", None),
-            getattr(config, "hidden_size", None),
-        )
-        if not all(isinstance(n, int) for n in (heads, total, hidden)):
-            return None
-        return int(heads * (getattr(config, "head_dim", None) or hidden // total))
-    widths = (getattr(config, name, None) for name in WIDTHS[kind])
-    return next((n for n in widths if isinstance(n, int)), None)
 
 
 def small_config(model_class: Any) -> Any:
@@ -148,53 +118,3 @@ def outcome(model: nn.Module, right: set[str]) -> dict[str, Any]:
     if not coupled and any("no param group is coupled" in text for text in said) and differ:
         kind = "named"
     return {"outcome": kind} if kind == "right" else {"outcome": kind, "of": differ, "said": said}
-
-
-def main() -> None:
-    """Try all, and write what came out."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="classes whose names contain this")
-    parser.add_argument("--every", type=int, default=1, help="of the classes, every so many")
-    parser.add_argument("--hand-written", action="store_true", help="no classes of transformers")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    results: dict[str, dict[str, Any]] = {}
-    for name, (make, right) in MODELS.items():
-        results[f"hand-written: {name}"] = {"": outcome(make(), right)}
-    not_built = []
-    for name in [] if options.hand_written else class_names()[:: options.every]:
-        if options.only not in name:
-            continue
-        model_class = getattr(transformers, name)
-        try:
-            right = tables(model_class)
-            models = {"default": build(model_class, lambda _, n: n)}
-        except Exception as error:  # for use with more settings, or further packages
-            not_built.append(f"{name}: {type(error).__name__}")
-            continue
-        for kind in WIDTHS if right else ():
-            with contextlib.suppress(Exception):  # it has no such width, or needs a larger one
-                models[kind] = build(model_class, lambda c, n, kind=kind: width(c, kind))
-        results[name] = {kind: outcome(model, right) for kind, model in models.items()}
-        print(name, *(f"{k}: {v['outcome']}" for k, v in results[name].items()), flush=True)
-    counted: dict[str, dict[str, int]] = {}
-    for where in ("hand-written", "transformers"):
-        count: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        for name, result in results.items():
-            if name.startswith("hand-written") == (where == "hand-written"):
-                for kind, value in result.items():
-                    count[kind][value["outcome"]] += 1
-        for kind, counts in count.items():
-            counted[f"{where} {kind}".strip()] = {"all": counts.total(), **counts}
-    print(json.dumps(counted, indent=1))
-    if options.out:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        record = {"versions": versions, "counts": counted, "results": results}
-        record |= {"every": options.every, "not built": not_built}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

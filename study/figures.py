@@ -14,18 +14,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from .questions import QUESTIONS, RATES
-from .referee import ADAMW_BEST, difference, with_documents
-from .rows import BEST, LABELS, Arm, Line, by_seed, runs, values
+from .questions import QUESTIONS
+from .rows import LABELS, Arm, Line, runs, values
 from .run import HERE
 from .tables import (
-    ALTERNATIVES,
     BASE,
     RECOMMENDED,
     SCALE,
-    alternative,
     exponents,
-    movement,
     pair,
 )
 
@@ -94,38 +90,6 @@ def scaled() -> Figure:
     return figure
 
 
-def between() -> Figure:
-    """Plot each seed's loss minus AdamW's, mean norm and word similarity against D."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    panels = figure.subplots(1, 3)
-    tokens = [next(iter(runs(adamw).values()))["tokens"] for adamw, *_ in BEST.values()]
-    arms = [*LABELS.values(), "a = 0.5, zero-sum"]
-    for number, (label, color) in enumerate(zip(arms, (ORANGE, BLUE, GREEN))):
-        lines = [group[number] for group in BEST.values()]
-        shown = (
-            [_difference(line, group[0]) for line, group in zip(lines, BEST.values())],
-            [values(line, "mean_norm_ratio") for line in lines],
-            [values(line, "men") for line in lines],
-        )
-        for ax, points in zip(panels, shown):
-            for x, seeds in zip(tokens, points):
-                ax.scatter([x] * len(seeds), seeds, color=color, s=12, alpha=0.4)
-            ax.plot(tokens, [*map(np.mean, points)], color=color, marker="o", label=label)
-    for ax, label in zip(panels, ("test loss − AdamW's", "‖μ‖ʳ", "r of MEN")):
-        ax.set(xscale="log", xlabel="tokens D", ylabel=label)
-        ax.set_xticks(tokens, BEST)
-        ax.minorticks_off()
-    panels[1].set(yscale="log")
-    panels[0].legend()
-    return figure
-
-
-def _difference(line: Line, baseline: Line) -> list[float]:
-    """The test losses minus those of the other row's runs with the same seeds."""
-    base = by_seed(baseline, "test_loss")
-    return [loss - base[s] for s, loss in by_seed(line, "test_loss").items() if s in base]
-
-
 def sgd() -> Figure:
     """Plot the loss against the factor of SGD's learning rate."""
     figure = Figure(figsize=(5.5, 4), layout="constrained")
@@ -165,22 +129,6 @@ def second_moment() -> Figure:
     return figure
 
 
-def alternatives() -> Figure:
-    """Plot each seed's loss, and the mean over seeds, at each learning rate."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    panels = figure.subplots(1, len(RATES), sharey=True)
-    for ax, lr in zip(panels, RATES):
-        for row, name in enumerate(ALTERNATIVES):
-            if line := alternative(lr, name):
-                losses = values(line, "test_loss")
-                ax.scatter(losses, [row] * len(losses), color="0.7", s=15)
-                ax.scatter([np.mean(losses)], [row], color=COLORS.get(name, "0.2"))
-        ax.set(title=f"learning rate {lr:g}", xlabel="test loss")
-    panels[0].set_yticks(range(len(ALTERNATIVES)), ALTERNATIVES.values())
-    panels[0].invert_yaxis()
-    return figure
-
-
 def tying() -> Figure:
     """Plot the drift of the output embeddings' mean, for tied and untied embeddings."""
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -199,66 +147,40 @@ def tying() -> Figure:
     return figure
 
 
-def switching() -> Figure:
-    """Plot mean norm and loss of the runs that change half-way."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    lines = [
-        BASE[0],
-        Line("then Coupled Adam", "switching", "switched"),
-        Line("recentered, then Coupled Adam", "switching", "recentered_and_switched"),
-        Line("recentered, on with AdamW", "switching", "recentered"),
-        BASE[1],
-    ]
-    panels = figure.subplots(1, 2)
-    curves(panels[0], lines, "mean_norm_ratio")
-    curves(panels[1], lines, "valid_loss")
-    panels[0].set(ylabel="‖μ‖ʳ")
-    panels[1].set(ylabel="validation loss")
-    panels[1].legend(fontsize="small")
-    return figure
+BANDS = {
+    "AdamW, 0, 0.99": "adamw 0 0.99 n=5",
+    "AdamW, 0, 0.999": "adamw 0 0.999 n=5",
+    "AdamW, 0.9, 0.999": "adamw 0.9 0.999 n=5",
+    "AdamW, 0.9, 0.95": "adamw 0.9 0.95 n=5",
+    "Coupled Adam, 0.9, 0.999": "coupled 0.9 0.999 n=4",
+}
+"""The runs of the picture by frequency, of which the first is what the others are held against."""
 
 
 def bands() -> Figure:
     """Plot the loss by the frequency of the predicted token, relative to AdamW's best betas."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     ax = figure.subplots()
-    for line in with_documents():
-        losses = difference(line, "band_losses")
-        ranks = 16 * 2 ** np.arange(len(losses))
-        ax.plot(ranks, losses, marker="o", label=line.label)
+    first, *_ = losses = {
+        label: {
+            seed: np.array(run["documents"]["test"]["band_losses"])
+            for seed, run in runs(Line("", "betas", name)).items()
+            if "documents" in run
+        }
+        for label, name in BANDS.items()
+    }
+    for label, tried in losses.items():
+        above = [tried[seed] - losses[first][seed] for seed in tried.keys() & losses[first]]
+        ranks = 16 * 2 ** np.arange(len(above[0]))
+        ax.plot(ranks, np.mean(above, axis=0), marker="o", label=label)
     ax.set(
         xscale="log",
         xlabel="rank of the predicted token by frequency, up to",
-        ylabel=f"test loss relative to {ADAMW_BEST.label}",
+        ylabel=f"test loss relative to {first}",
     )
     ax.set_xticks(ranks, [str(rank) for rank in ranks])
     ax.minorticks_off()
     ax.legend(fontsize="small")
-    return figure
-
-
-def momentum() -> Figure:
-    """Plot when rows move, and how far downhill, with and without momentum, by frequency."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    late, adamw_axes, lean_axes = figure.subplots(1, 3)
-    absent = {rule: 1 - present for rule, present in movement("in_batch", "lean").items()}
-    panels = (
-        (late, absent),
-        (adamw_axes, movement("cosine", "adamw")),
-        (lean_axes, movement("cosine", "lean")),
-    )
-    for ax, by_rule in panels:
-        for number, (rule, by_band) in enumerate(by_rule.items()):
-            ranks = 16 * 2 ** np.arange(len(by_band))
-            style = "-" if " 0.9," in rule else "--"  # with momentum, without
-            ax.plot(ranks, by_band, style, marker="o", color=f"C{number}", label=rule)
-        ax.set(xscale="log", xlabel="rank of the token by frequency, up to")
-        ax.set_xticks(ranks[::2], [str(rank) for rank in ranks[::2]])
-        ax.minorticks_off()
-    late.set(title="squared movement in steps without the token", ylim=(0, 1))
-    adamw_axes.set(title="cosine with downhill, AdamW's training", ylim=(0, 0.25))
-    lean_axes.set(title="cosine with downhill, LEAN's training", ylim=(0, 0.25))
-    late.legend(fontsize="small")
     return figure
 
 
@@ -305,12 +227,8 @@ FIGURES = (
     scaled,
     sgd,
     second_moment,
-    alternatives,
     tying,
-    switching,
-    between,
     bands,
-    momentum,
     lean,
 )
 

@@ -1,6 +1,6 @@
 """Why momentum hurts embeddings: how rules would move the same rows with the same gradients.
 
-One model is trained as in question ``betas``. Beside it, each rule of :data:`RULES` is given the
+A model is trained as in question ``betas``. Beside it, each rule of :data:`RULES` is given the
 same gradients of the embedding matrix, so that all of them differ in nothing but the rule: what
 one of them does cannot change what the next one sees. In a few windows of :data:`WINDOW` steps
 their updates are held against the gradient of all validation blocks at the start of the window.
@@ -10,7 +10,6 @@ their updates are held against the gradient of all validation blocks at the star
 
 import argparse
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from .documents import frequency_bands
 from .head import losses
 from .questions import QUESTIONS
 from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
-from .tables import TRAINED_BY
+from .tables import MOVED
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW, 0.9, 0.95": {"betas": (0.9, 0.95)},
@@ -40,24 +39,10 @@ RULES: dict[str, dict[str, Any]] = {
     "AdamW, 0, 0.95": {"betas": (0.0, 0.95)},
     "AdamW, 0, 0.999": {"betas": (0.0, 0.999)},
     "Coupled Adam, 0.9, 0.95": {"betas": (0.9, 0.95), "coupled": True},
-    "a = 0.75, 0.9, 0.99": {
-        "betas": (0.9, 0.99),
-        "coupled": True,
-        "row_exponent": 0.75,
-        "zero_sum": True,
-    },
-    "a = 0.75, 0, 0.99": {
-        "betas": (0.0, 0.99),
-        "coupled": True,
-        "row_exponent": 0.75,
-        "zero_sum": True,
-    },
 }
 """The options of each rule: of CoupledAdamW with ``coupled``, of torch's AdamW without."""
 
 WINDOW = 50
-RECENT = 10
-"""After that many steps nearly nothing (0.35) of a gradient is left in a momentum of 0.9."""
 
 
 class Rule:
@@ -89,15 +74,13 @@ class Window:
         start: the number of the first step.
         downhill: the validation loss's gradient before it, negated, [V, H].
         total: for each rule the sum of its updates, [V, H].
-        path: for each rule the sum of the norms of its updates of each row, [V].
-        squares: for each rule the sum over steps of the squared norms of its updates, [3, V]: of
-            rows whose token is in the batch, was in one of the last RECENT, or was in neither.
+        squares: for each rule the sum over steps of the squared norms of its updates, [2, V]: of
+            rows whose token is in the batch, and of the others.
     """
 
     start: int
     downhill: Tensor
     total: dict[str, Tensor]
-    path: dict[str, Tensor]
     squares: dict[str, Tensor]
 
     @classmethod
@@ -108,27 +91,23 @@ class Window:
             start,
             downhill,
             {name: torch.zeros_like(downhill) for name in RULES},
-            {name: torch.zeros(rows) for name in RULES},
-            {name: torch.zeros(3, rows) for name in RULES},
+            {name: torch.zeros(2, rows) for name in RULES},
         )
 
-    def add(self, rules: Mapping[str, Rule], steps_since: Tensor) -> None:
-        """Add the last update of each rule; ``steps_since`` each token was in a batch, [V]."""
-        age = (steps_since > 0).long() + (steps_since > RECENT).long()
-        rows = torch.arange(len(age))
+    def add(self, rules: Mapping[str, Rule], batch: Tensor) -> None:
+        """Add the last update of each rule, of a step whose batch has these tokens."""
+        absent = torch.ones(len(self.downhill), dtype=torch.long)
+        absent[batch.flatten()] = 0
+        rows = torch.arange(len(absent))
         for name, rule in rules.items():
-            norm = rule.update.norm(dim=1)
             self.total[name] += rule.update
-            self.path[name] += norm
-            self.squares[name][age, rows] += norm.square()
+            self.squares[name][absent, rows] += rule.update.square().sum(1)
 
     def result(self, bands: Tensor) -> dict[str, Any]:
         """By rule, a list over the :func:`frequency_bands` of the tokens for each measure.
 
         ``cosine`` is that of the sum of the updates and downhill, over all rows of a band;
-        ``directness`` the norm of the sum divided by the path, the mean over rows; ``share`` the
-        band's share of all squared movement; ``in_batch``, ``recent`` and ``older`` how much of
-        the band's squared movement happens that long after a token was seen.
+        ``in_batch`` how much of the band's squared movement is that of tokens in the batch.
         """
 
         def by_band(values: Tensor) -> Tensor:
@@ -139,17 +118,9 @@ class Window:
         for name, total in self.total.items():
             along = by_band((total * self.downhill).sum(1))
             squares = torch.stack([by_band(moved) for moved in self.squares[name]])
-            directness = total.norm(dim=1) / self.path[name].clamp(min=1e-30)
-            in_batch, recent, older = (squares / squares.sum(0)).tolist()
             cosine = along / (by_band(total.square().sum(1)).sqrt() * steepest)
-            measured[name] = {
-                "cosine": cosine.tolist(),
-                "directness": (by_band(directness) / bands.bincount()).tolist(),
-                "share": (squares.sum(0) / squares.sum()).tolist(),
-                "in_batch": in_batch,
-                "recent": recent,
-                "older": older,
-            }
+            in_batch = squares[0] / squares.sum(0)
+            measured[name] = {"cosine": cosine.tolist(), "in_batch": in_batch.tolist()}
         return {"start": self.start, "rules": measured}
 
 
@@ -174,7 +145,6 @@ def measure(recipe: Recipe, corpus: Corpus, seed: int, starts: frozenset[int]) -
     schedule = lr_scheduler(optimizer, recipe)
     rules = {name: Rule(options, matrix.detach()) for name, options in RULES.items()}
     bands = torch.from_numpy(frequency_bands(corpus.unigram_counts()))
-    last_seen = torch.full((len(matrix),), -RECENT - 1)
     window, results = None, []
     for step, batch in enumerate(Batches(corpus.tokens("train"), recipe, seed)):
         if step in starts:
@@ -186,11 +156,10 @@ def measure(recipe: Recipe, corpus: Corpus, seed: int, starts: frozenset[int]) -
         losses(model, batch).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         assert matrix.grad is not None
-        last_seen[batch.flatten()] = step
         for rule in rules.values():
             rule.step(matrix.grad)
         if window is not None:
-            window.add(rules, step - last_seen)
+            window.add(rules, batch)
             if step + 1 == window.start + WINDOW:
                 results.append(window.result(bands))
                 window = None
@@ -200,7 +169,7 @@ def measure(recipe: Recipe, corpus: Corpus, seed: int, starts: frozenset[int]) -
 
 
 def main() -> None:
-    """Measure both trainings with each seed, and write ``results/movement.json``."""
+    """Measure the training with each seed, and write ``results/movement.json``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -211,17 +180,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     content = read_results(options.out)
-    for seed, name in itertools.product(options.seeds, TRAINED_BY.values()):
-        seeds = content.setdefault(name, {"seeds": {}})["seeds"]
+    seeds = content.setdefault(MOVED, {"seeds": {}})["seeds"]
+    for seed in options.seeds:
         if str(seed) in seeds:
             continue
-        recipe = recipe_of(QUESTIONS["betas"][name], options.text)
+        recipe = recipe_of(QUESTIONS["betas"][MOVED], options.text)
         starts = np.linspace(recipe.steps // 6, recipe.steps - WINDOW, options.windows).astype(int)
         corpus = prepare_corpus(recipe, default_cache())
         windows = measure(recipe, corpus, seed, frozenset(starts.tolist()))
         seeds[str(seed)] = {"windows": windows, "environment": machine()}
         write_results(options.out, content)
-        print(f"{name}, seed {seed}", flush=True)
+        print(f"seed {seed}", flush=True)
 
 
 if __name__ == "__main__":

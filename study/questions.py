@@ -1,10 +1,7 @@
-"""The runs of each question by name, with three seeds or more, except in :data:`UNFINISHED`.
+"""The runs of each question by name; ``python -m study.run`` says which have no result yet.
 
-All results of the arms ``a=...`` were made with the exact LEAN of November 2026: nu was the mean of
-the squared gradients themselves, and all sums over rows were those of the same step. The package
-has a one-pass LEAN now (:mod:`coupled_adam.optim.reference`), with other numbers. So these arms
-must not get new seeds beside the old ones; "plain exact" of :mod:`study.table_rules` is the old
-rule.
+"lean" and "lean2" are LEAN since its second edition. Of the first are left only those runs that the
+table of the editions shows: "first", "plain delayed", and "512 lean" in ``rate_rule``.
 """
 
 import dataclasses
@@ -39,6 +36,7 @@ class Entry:
 
 
 FAST = "head:FAST"
+FIRST_LEAN = "table_rules:PLAIN_DELAYED"
 
 
 def _variant(module: str, name: str, *numbers: float) -> str:
@@ -76,21 +74,6 @@ WIDE = _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3)
 """Models of another shape, which several questions have."""
 
 
-TEN_MILLION: dict[str, Any] = {
-    **_size(n_embd=256, n_layer=8, n_head=8, lr=2e-3),
-    "model.vocab_size": 16384,
-    "model.bias": False,
-    "data.max_held_out_tokens": 1_000_000,
-    "training.batch_size": 64,
-    "training.sequence_length": 512,
-    "training.precision": "bf16-mixed",
-    "training.evaluation_batches": 20,
-    "training.test_batches": 30,
-    **_steps(2904),
-}
-"""The model of the recipe 10M, and 95M tokens; about 9 for each parameter."""
-
-
 def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
     """Scale nu by 2^-n, or AdamW's embedding learning rate by the corresponding 2^(n/2)."""
     scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
@@ -99,28 +82,6 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
         f"{arm} n={n}": Entry(options, overrides)
         for arm, factors in (("coupled", scaled), ("adamw", faster))
         for n, options in factors.items()
-    }
-
-
-def _between(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
-    """Exponents a with zero-sum updates; the embeddings learn 2^(n/2) times as fast as the rest."""
-    return {
-        f"a={a:g} n={n}": Entry(
-            {**COUPLED, "row_exponent": a, "zero_sum": True, "lr_factor": 2 ** (n / 2)}, overrides
-        )
-        for a, factors in exponents.items()
-        for n in factors
-    }
-
-
-def _full(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
-    """The same with a moment of the shape [V, H]; a = 1 is AdamW with zero-sum updates."""
-    return {
-        f"full a={a:g} n={n}": Entry(
-            {**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides, _variant("between", "ZERO_SUM", a)
-        )
-        for a, factors in exponents.items()
-        for n in factors
     }
 
 
@@ -145,11 +106,11 @@ def _betas(settings: Iterable[TriedArm], **overrides: Any) -> dict[str, Entry]:
     """Embeddings with betas of their own that learn 2^(n/2) times as fast as the rest.
 
     Args:
-        settings: an arm ("adamw", "coupled", or "a=..." for zero-sum updates), the betas and n.
+        settings: "adamw" or "coupled", the betas and n.
     """
     return {
         f"{arm} {beta1:g} {beta2:g} n={n}": Entry(
-            {**_arm(arm), "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
+            {**ARMS[arm], "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
             overrides,
             FAST,
         )
@@ -157,39 +118,11 @@ def _betas(settings: Iterable[TriedArm], **overrides: Any) -> dict[str, Entry]:
     }
 
 
-FINALISTS: tuple[TriedArm, ...] = (
-    ("adamw", (0.9, 0.95), 0),
-    *(("adamw", (0.9, 0.999), n) for n in (0, 1, 2)),
-    *(("adamw", (0.0, 0.99), n) for n in (0, 1, 2)),
-    ("adamw", (0.0, 0.999), 1),
-    ("adamw", (0.0, 0.999), 2),
-    *(("a=0.75", (0.0, 0.99), n) for n in (1, 2, 3)),
-    ("coupled", (0.9, 0.95), 0),
-)
-"""After 20M tokens: AdamW as usual, with torch's beta2 and without momentum, LEAN, Coupled Adam."""
-
-WITH_AND_WITHOUT_MOMENTUM = (
-    ("adamw", (0.0, 0.999)),
-    ("adamw", (0.9, 0.999)),
-    ("a=0.75", (0.0, 0.99)),
-    ("a=0.75", (0.9, 0.999)),
-)
-"""Does "no momentum" hold where a gradient is less noisy, or where there are few steps?"""
-
-
-def _at_rates(
-    arms: Iterable[tuple[str, tuple[float, float]]], factors: Iterable[int]
-) -> list[TriedArm]:
-    return [(*arm, n) for arm, n in itertools.product(arms, factors)]
-
-
-def _elsewhere(factors: Iterable[int], usual_factors: Iterable[int]) -> list[TriedArm]:
-    """AdamW as usual and without momentum, and LEAN: what is run with models of other shapes."""
-    without_momentum = (("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
-    return [
-        *_at_rates((("adamw", (0.9, 0.95)),), usual_factors),
-        *_at_rates(without_momentum, factors),
-    ]
+def _adamw(
+    betas: Iterable[tuple[float, float]], factors: Iterable[int], **overrides: Any
+) -> dict[str, Entry]:
+    """AdamW with each of some betas at each of some factors."""
+    return _betas([("adamw", *tried) for tried in itertools.product(betas, factors)], **overrides)
 
 
 def _batch(sequences: int, steps: int) -> dict[str, Any]:
@@ -204,45 +137,27 @@ def _batch(sequences: int, steps: int) -> dict[str, Any]:
 
 
 RULES: dict[str, tuple[float, float]] = {
-    "plain exact": (0.0, 0.99),
     "plain delayed": (0.0, 0.99),
-    "plain delayed free": (0.0, 0.99),
-    "half delayed": (0.0, 0.99),
-    "weighted exact": (0.0, 0.99),
-    "weighted delayed": (0.0, 0.99),
-    "weighted delayed free": (0.0, 0.99),
-    "adam zero sum": (0.0, 0.999),
     "ember free": (0.0, 0.999),
-    "ember zero sum": (0.0, 0.999),
     "adafactor free": (0.0, 0.999),
     "balanced free": (0.95, 0.999),
     "balanced 0 free": (0.0, 0.999),
 }
-"""The rules of :mod:`study.table_rules`, with the betas of each in its paper; LEAN has five."""
+"""The rules of :mod:`study.table_rules`, with the betas of each in its paper."""
 
 
 def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
     """Embeddings updated by a rule at 2^(n/2) times the core's rate, by the rule's name."""
     return {
         f"{rule} n={n}": Entry(
-            {
-                **ADAMW,
-                "beta1": RULES[rule][0],
-                "beta2": RULES[rule][1],
-                "lr_factor": 2 ** (n / 2),
-            },
+            {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
             overrides,
             "table_rules:" + rule.replace(" ", "_").upper(),
         )
         for rule, ns in factors.items()
+        for beta1, beta2 in (RULES[rule],)
         for n in ns
     }
-
-
-DELAYED = ("plain delayed", "half delayed", "weighted delayed")
-"""Versions of LEAN that pass over the memory once; one of them became ``coupled_adam.LEAN``."""
-
-LEANS = ("plain exact", "weighted exact", *DELAYED)
 
 
 def _peers(**overrides: Any) -> dict[str, Entry]:
@@ -273,90 +188,49 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
     }
 
 
-def _arm(name: str) -> dict[str, Any]:
-    """The options of an arm: adamw, coupled, lean, "a=0.5" (zero-sum updates), "a=0.5 free" (not).
-
-    An arm by the name of "lean" is the package's, in one pass; "a=0.75" was in two.
-    """
-    if name in ARMS:
-        return ARMS[name]
-    exponent, *free = name.removeprefix("a=").split()
-    row_exponent = LEAN["row_exponent"] if exponent == "lean" else float(exponent)
-    return {**COUPLED, "row_exponent": row_exponent, "zero_sum": not free}
-
-
-def _finalists(
-    settings: Mapping[str, Mapping[str, Any]],
-    exponents: Mapping[float, Iterable[int]],
-    factors: Mapping[str, Iterable[int]],
+def _in_settings(
+    settings: Mapping[str, Mapping[str, Any]], factors: Mapping[str, Iterable[int]]
 ) -> dict[str, Entry]:
-    """Adam, Coupled Adam and what is between them in other settings, whose names stand in front.
-
-    Args:
-        settings: the overrides of each setting by its name.
-        exponents: by a, the n of what is between.
-        factors: by arm, the n of Adam and Coupled Adam.
-    """
+    """AdamW and Coupled Adam in other settings, whose names stand in front."""
     return {
         f"{setting} {name}": entry
         for setting, overrides in settings.items()
-        for entries in (_between(exponents, **overrides), _faster(factors, **overrides))
-        for name, entry in entries.items()
+        for name, entry in _faster(factors, **overrides).items()
     }
 
 
 def _core_rates() -> dict[str, Entry]:
     """Half and twice the core's rate, with the best embedding rates relative to it, and absolute.
 
-    At a rate of 5e-3 the best n with the first seed is 9 (AdamW), 5 (Coupled Adam) and 7 (a = 0.5).
+    At a rate of 5e-3 the best n with the first seed is 9 (AdamW) and 5 (Coupled Adam).
     """
     entries: dict[str, Entry] = {}
     for lr, shift in ((2.5e-3, 2), (1e-2, -2)):
         factors = {"adamw": (9, 9 + shift), "coupled": (5, 5 + shift)}
-        settings = {f"lr={lr:g}": {"training.lr": lr}}
-        entries |= _finalists(settings, {0.5: (7, 7 + shift)}, factors)
+        entries |= _in_settings({f"lr={lr:g}": {"training.lr": lr}}, factors)
     return entries
 
 
-def _longer_core_rates() -> dict[str, Entry]:
-    """Half and twice the core's rate for 20M tokens, each with its best n at 5e-3."""
-    settings = {f"lr={lr:g}": {"training.lr": lr, **_steps(9768)} for lr in (2.5e-3, 1e-2)}
-    return _finalists(settings, {0.5: (2,)}, {"adamw": (0,), "coupled": (0,)})
-
-
 def _other_models() -> dict[str, Entry]:
-    """The same in a model that is not tied, has rotary positions, is larger, or beside Muon."""
-    larger = {"1.1M": WIDE}
-    settings: dict[str, dict[str, Any]] = {
-        "untied": {"model.tied": False},
-        "rotary": ROTARY,
-        **larger,
-    }
-    half = {"a=0.5": {**COUPLED, "row_exponent": 0.5, "zero_sum": True}}
-    muon = _beside_muon(half, (0.25, 1, 4, 16), ((1, 1), (4, 1)))
-    return {
-        **_finalists(settings, {0.5: (5, 7)}, {"adamw": (7, 9), "coupled": (5, 7)}),
-        # In the larger model the highest n of these are the best.
-        **_finalists(larger, {0.5: (9,)}, {"adamw": (11,), "coupled": (9,)}),
-        **{f"muon {name}": entry for name, entry in muon.items()},
-    }
+    """The same in a model that is not tied, has rotary positions, or is larger."""
+    models = {"untied": {"model.tied": False}, "rotary": ROTARY}
+    usual = {"adamw": (7, 9), "coupled": (5, 7)}
+    # In the larger model the highest n are the best.
+    return _in_settings(models, usual) | _in_settings(
+        {"1.1M": WIDE}, {"adamw": (7, 9, 11), "coupled": (5, 7, 9)}
+    )
 
 
 def _warmup() -> dict[str, Entry]:
     """No warmup, ten steps, and the base's hundred, with one rate for all parameters."""
     settings = {f"warmup={steps}": {"training.warmup": steps} for steps in (0, 10, 100)}
-    return _finalists(settings, {0.5: (0,)}, {"adamw": (0,), "coupled": (0,)})
+    return _in_settings(settings, {"adamw": (0,), "coupled": (0,)})
 
 
-def _beside_muon(
-    arms: Mapping[str, Mapping[str, Any]],
-    tied: Iterable[float],
-    untied: Iterable[tuple[float, float]],
-) -> dict[str, Entry]:
+def _beside_muon(tied: Iterable[float], untied: Iterable[tuple[float, float]]) -> dict[str, Entry]:
     """Rates of their own for the embeddings, and for the head of an untied model, beside Muon.
 
     Args:
-        arms: their options by name.
         tied: rates of the tied matrix, relative to Muon's.
         untied: rates of the input embeddings and of the head.
     """
@@ -369,7 +243,7 @@ def _beside_muon(
             _variant("muon", "MUON", *rates),
         )
         for name, rates in models.items()
-        for arm, options in arms.items()
+        for arm, options in ARMS.items()
     }
 
 
@@ -431,76 +305,28 @@ def _alternatives() -> dict[str, Entry]:
     }
 
 
-class Setting(NamedTuple):
-    """A setting of the test that was written down first.
-
-    overrides: values of the recipe that differ from ``english.yaml``.
-    tried: the two n of each arm.
-    chosen: the n that LEAN's validation loss chose.
-    """
-
-    overrides: dict[str, Any]
-    tried: tuple[int, int]
-    chosen: int
-
-
-SETTINGS: dict[str, Setting] = {
-    "1.2M": Setting(_steps(600), (6, 8), 8),
-    "untied": Setting({"model.tied": False, **_steps(1200)}, (4, 6), 6),
-    "rotary": Setting({**ROTARY, **_steps(1200)}, (6, 8), 6),
-    "H=32": Setting({**NARROW, **_steps(1200)}, (5, 7), 5),
-    "16k": Setting(_batch(256, 300), (7, 8), 7),
-    "64k": Setting(_batch(1024, 75), (8, 9), 8),
-    "H=128": Setting({**WIDE, **_steps(1200)}, (5, 7), 7),
-    "V=16384": Setting({"model.vocab_size": 16384, **_steps(1200)}, (5, 7), 7),
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
+    "1.2M": (_steps(600), (6, 8), 8),
+    "untied": ({"model.tied": False, **_steps(1200)}, (4, 6), 6),
+    "rotary": ({**ROTARY, **_steps(1200)}, (6, 8), 6),
+    "H=32": ({**NARROW, **_steps(1200)}, (5, 7), 5),
+    "16k": (_batch(256, 300), (7, 8), 7),
+    "64k": (_batch(1024, 75), (8, 9), 8),
+    "H=128": ({**WIDE, **_steps(1200)}, (5, 7), 7),
+    "V=16384": ({"model.vocab_size": 16384, **_steps(1200)}, (5, 7), 7),
 }
-
-
-def _settings() -> dict[str, Entry]:
-    """AdamW without momentum and LEAN in each setting, whose name stands in front."""
-    arms = (("adamw", (0.0, 0.999)), ("lean", (0.0, 0.99)))
-    return {
-        f"{setting} {name}": entry
-        for setting, (overrides, tried, _) in SETTINGS.items()
-        for name, entry in _betas(_at_rates(arms, tried), **overrides).items()
-    }
-
-
-def _row_moment(n: int, overrides: Mapping[str, Any]) -> dict[str, Entry]:
-    """One moment for each row, without LEAN's for each column."""
-    options = {**ADAMW, "beta1": 0.0, "beta2": 0.99, "lr_factor": 2 ** (n / 2)}
-    name = f"row_moment 0 0.99 n={n}"
-    return {name: Entry(options, overrides, _variant("peers", "row_moment"))}
+"""Eight settings: what differs from ``english.yaml``, two n that are tried, and the one of them
+that the validation loss of LEAN's first edition chose."""
 
 
 def _row_moments() -> dict[str, Entry]:
-    """They have the n that LEAN's loss chose."""
+    """One moment for each row, without LEAN's for each column, at LEAN's n."""
+    options = {**ADAMW, "beta1": 0.0, "beta2": 0.99}
     return {
-        f"{setting} {name}": entry
-        for setting, (overrides, _, n) in SETTINGS.items()
-        for name, entry in _row_moment(n, overrides).items()
-    }
-
-
-def _ember_and_free() -> dict[str, Entry]:
-    """LEAN without zero-sum updates at the n that its loss chose, and Ember at both n."""
-    return {
-        f"{setting} {name}": entry
-        for setting, (overrides, tried, n) in SETTINGS.items()
-        for name, entry in (
-            *_betas([("lean free", (0.0, 0.99), n)], **overrides).items(),
-            *_rules({"ember free": tried}, **overrides).items(),
+        f"{setting} row_moment 0 0.99 n={n}": Entry(
+            {**options, "lr_factor": 2 ** (n / 2)}, overrides, _variant("peers", "row_moment")
         )
-    }
-
-
-def _parts_longer() -> dict[str, Entry]:
-    """LEAN's parts after 20M tokens, at its n and, for the rows' moments, twice the rate."""
-    overrides = _steps(9768)
-    return {
-        **_rules({"plain delayed free": (1,)}, **overrides),
-        **_row_moment(1, overrides),
-        **_row_moment(3, overrides),
+        for setting, (overrides, _, n) in SETTINGS.items()
     }
 
 
@@ -528,49 +354,36 @@ def _few_steps(steps: int, **overrides: Any) -> dict[str, Any]:
     }
 
 
-LINEAR_TO_ZERO = {
-    "training.schedule": "wsd",
-    "training.decay": 1.0,
-    "training.final_lr": 0.0,
-}
-
 RATE_SETTINGS: dict[str, dict[str, Any]] = {
     "150 steps": _few_steps(150),
     "300 steps": _few_steps(300),
     "1200 steps": _few_steps(1200),
     "1k": _few_steps(2400, **_batch(16, 2400)),
     "512": _few_steps(4800, **_batch(8, 4800)),
-    "core a quarter": _few_steps(300, **{"training.lr": 1.25e-3}),
-    "core twice": _few_steps(600, **{"training.lr": 1e-2}),
-    "linear": _few_steps(1200, **LINEAR_TO_ZERO),
     "constant": _few_steps(600, **{"training.schedule": "constant"}),
-    "untied": _few_steps(300, **{"model.tied": False}),
-    "rotary": _few_steps(300, **ROTARY),
-    "H=32": _few_steps(300, **NARROW),
-    "16k": _few_steps(75, **_batch(256, 75)),
-    "H=192": _few_steps(300, **_size(n_embd=192, n_layer=4, n_head=6, lr=2e-3)),
-    "4800 steps": _few_steps(4800),
-    "19536 steps": _few_steps(19536),
 }
-"""The settings of the test of :func:`rate_rule`; another text is a question of its own."""
+"""Settings of the test of :func:`rate_rule` that others have, too."""
 
 
-def _rate_rule(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Entry]:
-    """AdamW without momentum and LEAN at multiples of the rule's factor."""
-    arms = {
-        "adamw": {**ADAMW, "beta1": 0.0, "beta2": 0.999},
-        "lean": {**_arm("lean"), "beta1": 0.0, "beta2": 0.99},
-    }
+def _rate_rule() -> dict[str, Entry]:
+    """AdamW without momentum at multiples of the rule's factor; LEAN's first edition in one."""
+    adamw = {**ADAMW, "beta1": 0.0, "beta2": 0.999}
+    tried = [(setting, "adamw", adamw, x) for setting in RATE_SETTINGS for x in MULTIPLES]
+    first_lean = {**COUPLED, "row_exponent": 0.75, "zero_sum": True, "beta1": 0.0, "beta2": 0.99}
+    tried += [("512", "lean", first_lean, x) for x in (1, 2)]
     return {
         f"{setting} {arm} x{multiple:g}": Entry(
-            {**options, "lr_factor": multiple * rate_rule(overrides["training.steps"])},
-            overrides,
+            {**options, "lr_factor": multiple * rate_rule(_steps_of(setting))},
+            RATE_SETTINGS[setting],
             FAST,
         )
-        for setting, overrides in settings.items()
-        for arm, options in arms.items()
-        for multiple in MULTIPLES
+        for setting, arm, options, multiple in tried
     }
+
+
+def _steps_of(setting: str) -> int:
+    steps: int = RATE_SETTINGS[setting]["training.steps"]
+    return steps
 
 
 SECOND_SETTINGS: dict[str, dict[str, Any]] = {
@@ -596,10 +409,7 @@ DECAY = {"embedding_weight_decay": 0.02}
 
 
 def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
-    """What is tried for LEAN's second edition in a setting, at one rate.
-
-    "first" is LEAN as it was before.
-    """
+    """What is tried for LEAN's second edition in a setting, at one rate."""
     by_tokens = 0.999 ** (_tokens_a_step(overrides) / 2048)
     second = {
         "0 0.99": {"beta2": 0.99},
@@ -614,7 +424,6 @@ def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
     arms: dict[str, tuple[dict[str, Any], str]] = {
         "adamw 0 0.999": (WITHOUT_MOMENTUM, FAST),
         "adamw 0 0.999 decay=0.02": ({**WITHOUT_MOMENTUM, **DECAY}, FAST),
-        "first 0 0.99": ({**WITHOUT_MOMENTUM, "beta2": 0.99}, "table_rules:PLAIN_DELAYED"),
         "weighted 0 0.999": (WITHOUT_MOMENTUM, "table_rules:WEIGHTED_DELAYED"),
         **{
             f"lean2 {name}": ({**LEAN2, "beta2": 0.999, **options}, FAST)
@@ -747,56 +556,39 @@ def _final_rates() -> dict[str, Entry]:
     }
 
 
-ADAMW_FACTORS = {
-    "1.2M": 16.0,
-    "untied": 8.0,
-    "rotary": 8.0,
-    "H=32": 8.0,
-    "16k": 16.0,
-    "64k": 16.0,
-    "H=128": 16.0,
-    "V=16384": 2**3.5,
-    "1k": 12.5,
-    "512": 6.25 * 2**0.5,
-    "constant": 16.0,
-    "2400 steps": 2**2.5,
-    "9768 steps": 2.0,
+CHOSEN = {
+    "constant": (16.0, 16 / 2**0.5),
+    "1.2M": (16.0, 16.0),
+    "H=32": (8.0, 2**3.5),
+    "untied": (8.0, 8.0),
+    "rotary": (8.0, 8.0),
+    "512": (6.25 * 2**0.5, 6.25),
+    "1k": (12.5, 12.5),
+    "16k": (16.0, 16.0),
+    "64k": (16.0, 16.0),
+    "2400 steps": (2**2.5, 2**2.5),
+    "H=128": (16.0, 2**4.5),
+    "V=16384": (2**3.5, 2**4.5),
+    "9768 steps": (2.0, 2**1.5),
 }
-"""What the validation loss of AdamW at 0, 0.999 has chosen in the settings of the finals."""
+"""The factors of AdamW at 0, 0.999 and of LEAN's second edition that the validation losses of the
+finals have chosen in each setting, the shortest first."""
 
-LEAN_FACTORS = {
-    "constant": 16 / 2**0.5,
-    "1.2M": 16.0,
-    "H=32": 2**3.5,
-    "untied": 8.0,
-    "rotary": 8.0,
-    "512": 6.25,
-    "1k": 12.5,
-    "16k": 16.0,
-    "64k": 16.0,
-    "2400 steps": 2**2.5,
-    "H=128": 2**4.5,
-    "V=16384": 2**4.5,
-    "9768 steps": 2**1.5,
-}
-"""The same of LEAN's second edition, shortest first."""
+BESIDE = {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}
 
 
 def _rivals() -> dict[str, Entry]:
     """AdamW at 0, 0.999 and LEAN with decayed embeddings, at their best factors and beside them."""
-    arms = {
-        "adamw 0 0.999": (WITHOUT_MOMENTUM, ADAMW_FACTORS),
-        "lean2 0 0.99": ({**LEAN2, "beta2": 0.99}, LEAN_FACTORS),
-    }
+    arms = {"adamw 0 0.999": WITHOUT_MOMENTUM, "lean2 0 0.99": {**LEAN2, "beta2": 0.99}}
     return {
         f"{setting} {arm} decay=0.02 {times}": Entry(
             {**options, **DECAY, "lr_factor": factor * multiple},
             FINAL_SETTINGS[setting].overrides,
             FAST,
         )
-        for arm, (options, factors) in arms.items()
-        for setting, factor in factors.items()
-        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+        for setting, factors in CHOSEN.items()
+        for (arm, options), factor in zip(arms.items(), factors)
+        for times, multiple in BESIDE.items()
     }
 
 
@@ -812,18 +604,17 @@ def _small_batches() -> dict[str, Entry]:
 
 
 FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
-    name: (FINAL_SETTINGS[name].overrides, factor) for name, factor in LEAN_FACTORS.items()
+    name: (FINAL_SETTINGS[name].overrides, factor) for name, (_, factor) in CHOSEN.items()
 } | {
     f"{name} low": (FINAL_SETTINGS[name].overrides, factor)
     for name, factor in {"512": 3.125, "1.2M": 4.0, "2400 steps": 2.0}.items()
 }
 """The settings of the finals, shortest first, and three of them at low rates."""
 
-FORMULAS = tuple(
+FORMULAS = [
     f"{formula}{zero_sum}"
-    for formula in ("limit", "relative")
-    for zero_sum in ("", " later", " free")
-)
+    for formula, zero_sum in itertools.product(("limit", "relative"), ("", " later", " free"))
+]
 
 
 def _formula() -> dict[str, Entry]:
@@ -839,7 +630,7 @@ def _formula() -> dict[str, Entry]:
         )
         for setting, (overrides, factor) in FORMULA_SETTINGS.items()
         for formula in FORMULAS
-        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+        for times, multiple in BESIDE.items()
     }
 
 
@@ -858,7 +649,7 @@ def _cores() -> dict[str, Entry]:
             {**options, "lr_factor": multiple * 2**2.5}, _steps(2400), variant
         )
         for name, (options, variant) in arms.items()
-        for times, multiple in {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}.items()
+        for times, multiple in BESIDE.items()
     }
 
 
@@ -897,20 +688,11 @@ def _first_page() -> dict[str, Entry]:
 
 def _geometric() -> dict[str, Entry]:
     """The geometric mean alone, beside LEAN as it was, with the same beta2."""
-    tried = _second(SECOND_SETTINGS["1.2M"], 16.0)
-    return {name: tried[name] for name in ("first 0 0.99", "lean2 0 0.99", "lean2 0 0.999")}
-
-
-def _widths() -> dict[str, Entry]:
-    """LEAN in models that differ in nothing but their width, at rates around the best."""
+    overrides, options = SECOND_SETTINGS["1.2M"], {**WITHOUT_MOMENTUM, "beta2": 0.99}
+    tried = _second(overrides, 16.0)
     return {
-        f"H={width} {name}": entry
-        for width in (32, 64, 128)
-        for name, entry in _betas(
-            _at_rates((("lean", (0.0, 0.99)),), (4, 5, 6, 7, 8)),
-            **_size(n_embd=width, n_layer=2, n_head=width // 32, lr=5e-3),
-            **_steps(1200),
-        ).items()
+        "first 0 0.99": Entry({**options, "lr_factor": 16.0}, overrides, FIRST_LEAN),
+        **{name: tried[name] for name in ("lean2 0 0.99", "lean2 0 0.999")},
     }
 
 
@@ -955,130 +737,49 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for arm, options in ARMS.items()
     },
     "muon_tables": _tables_beside_muon((0.5, 1, 2, 4, 8, 16)),
-    "muon_rates": _beside_muon(ARMS, (0.25, 4, 16), itertools.product((1, 4), (0.25, 1))),
+    "muon_rates": _beside_muon((0.25, 4, 16), itertools.product((1, 4), (0.25, 1))),
     "alternatives": _alternatives(),
-    "between": {
-        **_between({0.5: (6, 7, 8, 9)}),
-        **_faster({"adamw": (8, 9, 10), "coupled": (5, 6, 7)}),
-        **_between({0.25: (6, 7, 8), 0.75: (7, 8, 9), 1.0: (8, 9, 10)}),
-        **_full({0.5: (7, 8, 9), 1.0: (8, 9, 10)}),
-    },
-    "between_longer": {
-        # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
-        **_between({0.5: (2, 3, 4, 5, 6), 0.75: (4, 5)}, **_steps(2400)),
-        **_faster({"adamw": (3, 4)}, **_steps(2400)),
-    },
+    "between": _faster({"adamw": (8, 9, 10), "coupled": (5, 6, 7)}),
+    # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
+    "between_longer": _faster({"adamw": (3, 4)}, **_steps(2400)),
     "between_rates": _core_rates(),
     "between_models": _other_models(),
-    "paper_ratio": {
-        **_between({0.5: (0, 2, 4)}, **_steps(9768)),
-        **_faster({"adamw": (-2, 0, 2, 4), "coupled": (-2, 0, 2, 4)}, **_steps(9768)),
-    },
-    "paper_ratio_rates": _longer_core_rates(),
-    "paper_ratio_longer": {
-        # 48M tokens, each with its best n after 20M.
-        **_between({0.5: (2,)}, **_steps(23436)),
-        **_faster({"adamw": (0,), "coupled": (0,)}, **_steps(23436)),
-    },
-    "10M": {
-        **_between({0.5: (0, 4, 7, 9)}, **TEN_MILLION),
-        **_faster({"adamw": (0, 4, 7, 9), "coupled": (0, 4, 7, 9)}, **TEN_MILLION),
-    },
+    "paper_ratio": _faster({"adamw": (-2, 0, 2, 4), "coupled": (-2, 0, 2, 4)}, **_steps(9768)),
+    # 48M tokens, each with its best n after 20M
+    "paper_ratio_longer": _faster({"adamw": (0,), "coupled": (0,)}, **_steps(23436)),
     "betas": _betas(
         (
             *(("adamw", betas, 5) for betas in BETAS),
             ("adamw", (0.9, 0.95), 4),
             *(("adamw", (0.0, 0.999), n) for n in (4, 6)),
-            *(("a=0.75", (0.0, beta2), 4) for beta2 in (0.95, 0.99, 0.999)),
-            *(("a=0.75", (0.0, 0.99), n) for n in (3, 5)),
-            ("a=0.5", (0.0, 0.99), 4),
             *(("coupled", (0.9, beta2), 4) for beta2 in (0.95, 0.999)),
         ),
         **_steps(2400),
     ),
     "peers": _peers(**_steps(2400)),
     # 4.9M tokens in larger batches, and the largest with as many steps as 16k-token batches take
-    "batch_16k": _betas(
-        _at_rates(
-            itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999))),
-            (5, 7, 9),
-        ),
-        **_batch(256, 300),
-    ),
-    "batch_64k": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (9,)), **_batch(1024, 75)),
-    "batch_64k_steps": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (7, 9)), **_batch(1024, 300)),
-    "betas_longer": _betas(FINALISTS, **_steps(9768)),
-    "betas_48M": _betas((("adamw", (0.0, 0.999), 2), ("a=0.75", (0.0, 0.99), 2)), **_steps(23436)),
-    "betas_H=32": _betas(_elsewhere((2,), (2,)), **NARROW, **_steps(9768)),
-    "betas_H=128": _betas(_elsewhere((2,), (2,)), **WIDE, **_steps(9768)),
-    "betas_V=16384": _betas(_elsewhere((2,), (2,)), **{"model.vocab_size": 16384}, **_steps(9768)),
-    "betas_eps": {
-        f"eps={eps:g} {name}": entry
-        for eps in (1e-10, 1e-6)
-        for name, entry in _betas(
-            (("adamw", (0.0, 0.999), 5), ("a=0.75", (0.0, 0.99), 4)),
-            **{"training.eps": eps},
-            **_steps(2400),
-        ).items()
+    "batch_16k": _adamw(((0.0, 0.99), (0.0, 0.999), (0.9, 0.999)), (5, 7, 9), **_batch(256, 300)),
+    "batch_64k": _adamw(((0.0, 0.999), (0.9, 0.999)), (9,), **_batch(1024, 75)),
+    "batch_64k_steps": _adamw(((0.0, 0.999), (0.9, 0.999)), (7, 9), **_batch(1024, 300)),
+    "betas_longer": {
+        **_adamw(((0.0, 0.99), (0.9, 0.999)), (0, 1, 2), **_steps(9768)),
+        **_adamw(((0.0, 0.999),), (1, 2), **_steps(9768)),
+        **_betas([(arm, (0.9, 0.95), 0) for arm in ARMS], **_steps(9768)),
     },
-    "betas_untied": _betas(_elsewhere((2, 4, 6), (2, 4)), **{"model.tied": False}, **_steps(2400)),
-    "betas_rotary": _betas(
-        _elsewhere((2, 4, 6), (2, 4)),
-        **ROTARY,
-        **_steps(2400),
-    ),
-    "one_pass": _rules(
-        {**dict.fromkeys(LEANS, (3, 4, 5)), "plain delayed": (3, 4, 5, 6)}, **_steps(2400)
-    ),
-    # With exact sums of the plain gradient these settings have results as betas_longer, batch_16k
-    # and batch_64k.
+    **{
+        f"betas_{name}": _adamw(((0.9, 0.95), (0.0, 0.999)), (2,), **model, **_steps(9768))
+        for name, model in (("H=32", NARROW), ("H=128", WIDE))
+    },
+    **{
+        f"betas_{name}": _adamw(((0.0, 0.999),), (2, 4, 6), **model, **_steps(2400))
+        | _adamw(((0.9, 0.95),), (2, 4), **model, **_steps(2400))
+        for name, model in (("untied", {"model.tied": False}), ("rotary", ROTARY))
+    },
     "one_pass_longer": _rules(
-        {
-            **dict.fromkeys(DELAYED, (0, 1, 2)),
-            "ember free": (1, 2, 3),
-            "adafactor free": (2, 3, 4),
-        },
+        {"plain delayed": (1,), "ember free": (1, 2, 3), "adafactor free": (2, 3, 4)},
         **_steps(9768),
     ),
-    "one_pass_16k": _rules(
-        {
-            **dict.fromkeys(DELAYED, (5, 7, 9)),
-            **dict.fromkeys(("ember free", "adafactor free"), (7, 8, 9)),
-        },
-        **_batch(256, 300),
-    ),
-    "one_pass_64k": _rules(
-        {
-            **dict.fromkeys(DELAYED, (5, 6, 7, 8, 9)),
-            **dict.fromkeys(("ember free", "adafactor free"), (7, 8, 9)),
-        },
-        **_batch(1024, 75),
-    ),
-    # AdamW with zero-sum updates, "centered", is among the peers.
-    "zero_sum": _rules(
-        {
-            "plain delayed free": (3, 4, 5),
-            "weighted delayed free": (3, 4, 5),
-            "ember free": (4, 5, 6, 7),
-            "ember zero sum": (4, 5, 6, 7),
-        },
-        **_steps(2400),
-    ),
-    "zero_sum_untied": {
-        **_rules(
-            {
-                "adam zero sum": (3, 4, 5),
-                "plain delayed": (3, 4, 5),
-                "plain delayed free": (3, 4, 5),
-                "weighted delayed": (3, 4, 5),
-                "weighted delayed free": (3, 4, 5),
-                "ember free": (3, 4, 5),
-                "ember zero sum": (3, 4, 5),
-            },
-            **{"model.tied": False},
-            **_steps(2400),
-        )
-    },
+    "zero_sum": _rules({"ember free": (4, 5, 6, 7)}, **_steps(2400)),
     "table_rules": _rules(
         {
             "adafactor free": (5, 7, 9),
@@ -1086,13 +787,18 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         },
         **_steps(2400),
     ),
-    "settings": _settings(),
+    "settings": {
+        f"{setting} {name}": entry
+        for setting, (overrides, tried, _) in SETTINGS.items()
+        for name, entry in _adamw(((0.0, 0.999),), tried, **overrides).items()
+    },
     "row_moments": _row_moments(),
-    "ember_and_free": _ember_and_free(),
-    "parts_longer": _parts_longer(),
-    "rate_rule": _rate_rule(RATE_SETTINGS),
-    # Another text: run with more Wikipedia articles instead of TEXT.
-    "rate_rule_wiki": _rate_rule({"wiki": _few_steps(600)}),
+    "ember_and_free": {
+        f"{setting} {name}": entry
+        for setting, (overrides, tried, _) in SETTINGS.items()
+        for name, entry in _rules({"ember free": tried}, **overrides).items()
+    },
+    "rate_rule": _rate_rule(),
     "first_page": _first_page(),
     "geometric": _geometric(),
     "screening": _screening(),
@@ -1103,7 +809,6 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "small_batches": _small_batches(),
     "fewest_steps": _fewest_steps(),
     "formula": _formula(),
-    "width": _widths(),
     "warmup": _warmup(),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))
@@ -1111,49 +816,3 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
-
-SECOND_EDITION = (
-    "fewest_steps",
-    "final_rates",
-    "finals",
-    "first_page",
-    "geometric",
-    "muon_tables",
-    "screening",
-    "small_batches",
-)
-"""Questions in which "lean2" is LEAN since its second edition; in all others LEAN is the first."""
-
-ON_A_GPU = ("10M",)
-"""Questions that are run only when they are named."""
-
-UNFINISHED = (
-    "10M",
-    "cores",
-    "ember_and_free",
-    "fewest_steps",
-    "final_rates",
-    "finals",
-    "first_page",
-    "formula",
-    "geometric",
-    "muon_tables",
-    *(
-        name
-        for name in QUESTIONS
-        if name.startswith(("batch_", "betas", "one_pass", "peers", "table_", "zero_"))
-    ),
-    "paper_ratio",
-    "paper_ratio_longer",
-    "paper_ratio_rates",
-    "parts_longer",
-    "rate_rule",
-    "rate_rule_wiki",
-    "rivals",
-    "row_moments",
-    "screening",
-    "settings",
-    "small_batches",
-    "width",
-)
-"""Questions that have no result yet, or not with all names and seeds."""

@@ -233,43 +233,21 @@ def cell(line: Line, rivals: Sequence[Line], name: str) -> str | Cell:
 LABELS: dict[Arm, str] = {"adamw": "AdamW", "coupled": "Coupled Adam"}
 
 
-def between(question: str, name: str, setting: str = "") -> Line:
-    """A row of a question whose embeddings have rates of their own.
-
-    Args:
-        question: the question that has its runs.
-        name: their name, as in ``a=0.5 n=7``, without the setting.
-        setting: what a question that has several puts in front of it, as in ``untied``.
-    """
+def with_rates(question: str, name: str) -> Line:
+    """A row of a question whose embeddings have rates, and perhaps betas, of their own."""
     arm, _, n = name.rpartition(" n=")
-    kind, *betas = arm.split() if question.startswith(("betas", "batch")) else [arm]
-    label = LABELS.get(kind, kind.replace("a=", "a = ").replace("full", "V x H,"))  # type: ignore[call-overload]
-    label = ", ".join([label, *betas, f"n = {n}"])
-    if not setting:
-        return Line(label, question, name)
-    shown = setting.replace("lr=", "rate ").replace("=", " ")
-    return Line(f"{shown}: {label}", question, f"{setting} {name}")
+    kind, *betas = arm.split()
+    return Line(", ".join([LABELS[kind], *betas, f"n = {n}"]), question, name)  # type: ignore[index]
 
 
 BEST: dict[str, Group] = {
-    tokens: [between(*row) for row in rows]
+    tokens: [with_rates(*row) for row in rows]
     for tokens, rows in {
-        "1.2M": (("between", "adamw n=9"), ("between", "coupled n=6"), ("between", "a=0.5 n=7")),
-        "4.9M": (
-            ("scaled_longer", "adamw n=5"),
-            ("scaled_longer", "coupled n=5"),
-            ("between_longer", "a=0.5 n=3"),
-        ),
-        "20M": (
-            ("paper_ratio", "adamw n=0"),
-            ("paper_ratio", "coupled n=0"),
-            ("paper_ratio", "a=0.5 n=2"),
-        ),
-        "48M": (  # one seed, each with its n after 20M tokens
-            ("paper_ratio_longer", "adamw n=0"),
-            ("paper_ratio_longer", "coupled n=0"),
-            ("paper_ratio_longer", "a=0.5 n=2"),
-        ),
+        "1.2M": (("between", "adamw n=9"), ("between", "coupled n=6")),
+        "4.9M": (("scaled_longer", "adamw n=5"), ("scaled_longer", "coupled n=5")),
+        "20M": (("paper_ratio", "adamw n=0"), ("paper_ratio", "coupled n=0")),
+        # one seed, each with its n after 20M tokens
+        "48M": (("paper_ratio_longer", "adamw n=0"), ("paper_ratio_longer", "coupled n=0")),
     }.items()
 }
-"""By D: AdamW, Coupled Adam and a = 0.5 with the n that is best on the validation documents."""
+"""By D: AdamW and Coupled Adam with the n that is best on the validation documents."""

@@ -34,7 +34,7 @@ from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.train import train
 
 from .evaluation import Extra, evaluate
-from .questions import ON_A_GPU, QUESTIONS, Entry
+from .questions import QUESTIONS, Entry
 
 HERE = Path(__file__).parent
 ON_CPU = Execution(logger=[])
@@ -190,7 +190,7 @@ def main() -> None:
     execution = dataclasses.replace(ON_CPU, device=options.device, compile=options.compile)
     jobs = [
         (question, name, seed)
-        for question in options.questions or (q for q in QUESTIONS if q not in ON_A_GPU)
+        for question in options.questions or QUESTIONS
         for seed in options.seeds
         for name in fnmatch.filter(QUESTIONS[question], options.only)
         if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})

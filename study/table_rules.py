@@ -36,18 +36,10 @@ def table(rule: str, **options: bool | float) -> Variant:
     return dataclasses.replace(FAST, build_optimizer=build)
 
 
-def _lean(columns: str, timing: str, *, zero_sum: bool = True) -> Variant:
-    """LEAN's first edition: "plain" columns are those of g, "weighted" of w g, "half" between."""
-    weight = {"plain": 0.0, "half": 0.5, "weighted": 1.0}[columns]
-    delayed = timing == "delayed"
-    return table("first_lean", zero_sum=zero_sum, column_weight=weight, delayed=delayed)
-
-
-PLAIN_EXACT, PLAIN_DELAYED = _lean("plain", "exact"), _lean("plain", "delayed")
-HALF_DELAYED = _lean("half", "delayed")
-WEIGHTED_EXACT, WEIGHTED_DELAYED = _lean("weighted", "exact"), _lean("weighted", "delayed")
-PLAIN_DELAYED_FREE = _lean("plain", "delayed", zero_sum=False)
-WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)
+PLAIN_DELAYED = table("first_lean")
+"""LEAN's first edition."""
+WEIGHTED_DELAYED = table("first_lean", column_weight=1.0)
+"""The same with the columns' second moments weighted by the rows, which the screening tried."""
 (
     LEAN_LIMIT,
     LEAN_LIMIT_LATER,
@@ -60,7 +52,5 @@ WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)
     for relative in (False, True)
     for start in (0.0, 1.0, math.inf)
 )
-EMBER_FREE, EMBER_ZERO_SUM = (table("ember", zero_sum=z) for z in (False, True))
-ADAM_ZERO_SUM = table("adam", zero_sum=True)
-ADAFACTOR_FREE, BALANCED_FREE = table("adafactor"), table("balanced")
+EMBER_FREE, ADAFACTOR_FREE, BALANCED_FREE = map(table, ("ember", "adafactor", "balanced"))
 BALANCED_0_FREE = BALANCED_FREE  # the momentum is the arm's beta1

@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
-from . import rate, referee
+from . import finals, rate
+from .finals import at_best_rate
 from .questions import QUESTIONS, RATES, SECOND_SETTINGS
 from .rows import (
     BEST,
@@ -37,7 +38,6 @@ from .rows import (
     Arm,
     Group,
     Line,
-    between,
     by_seed,
     cell,
     dagger,
@@ -46,6 +46,7 @@ from .rows import (
     side_by_side,
     table,
     values,
+    with_rates,
 )
 from .run import HERE
 
@@ -118,7 +119,7 @@ def _learning_rate() -> Table:
 
 
 def _by_n() -> Table:
-    """The test loss for each n, of AdamW, Coupled Adam and a = 0.5 after three amounts of data."""
+    """The test loss for each n, of AdamW and Coupled Adam after three amounts of data."""
     questions = {
         "1.2M": ("between", "scaled"),
         "4.9M": ("between_longer", "scaled_longer"),
@@ -126,11 +127,11 @@ def _by_n() -> Table:
     }
     columns: dict[str, dict[float, Line]] = {}
     for tokens, sources in questions.items():
-        for arm, label in THREE.items():
+        for arm, label in LABELS.items():
             column = columns.setdefault(f"{tokens}: {label}", {})
             for question in sources:
                 if question.startswith("scaled"):
-                    column |= exponents(question, arm) if arm in LABELS else {}
+                    column |= exponents(question, arm)
                     continue
                 for name in QUESTIONS[question]:
                     if match := re.fullmatch(rf"{arm} n=(-?\d+)", name):
@@ -216,18 +217,12 @@ def _alternatives() -> Table:
     return Table(["AdamW and", *header], rows)
 
 
-THREE = {"adamw": "AdamW", "coupled": "Coupled Adam", "a=0.5": "a = 0.5"}
-"""AdamW, Coupled Adam, and the step size for each token that has been run wherever they have."""
-
-
 def _settings(question: str) -> Table:
-    """For each setting of a question, the three optimizers, each at its best n on validation."""
+    """For each setting of a question, both optimizers, each at its best n on validation."""
     settings: dict[str, list[Line]] = {}
     for setting in dict.fromkeys(name.partition(" ")[0] for name in QUESTIONS[question]):
-        if setting == "muon":
-            continue
         best = {}
-        for arm, label in THREE.items():
+        for arm, label in LABELS.items():
             tried = [
                 Line(label, question, name)
                 for name in QUESTIONS[question]
@@ -247,13 +242,11 @@ def _beside_muon() -> Table:
     settings = {
         f"one rate, {lr}": pair("muon", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
     }
-    for name in QUESTIONS["between_models"]:
-        if match := re.fullmatch(r"muon (.*) a=0\.5", name):
-            rates = match[1]
-            label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}"
-            adams = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
-            half = Line(THREE["a=0.5"], "between_models", name)
-            settings[label.replace(" head", ", head")] = [*pair(*adams), half]
+    for rates in ("f=0.25", "f=1", "f=4", "f=16", "input=1 head=1", "input=4 head=1"):
+        label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}"
+        settings[label.replace(" head", ", head")] = pair(
+            *(("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates))
+        )
     return side_by_side(settings, ("test_loss", "mean_norm_ratio"), "Muon +")
 
 
@@ -395,15 +388,30 @@ def step_time(optimizer: str) -> float:
     return float(median)
 
 
-def _geometric() -> Table:
-    """LEAN's first edition beside the geometric mean, with the same beta2 and with a longer one."""
-    labels = {
-        "first 0 0.99": "LEAN's first edition",
-        "lean2 0 0.99": "second edition",
-        "lean2 0 0.999": "second edition, β₂ = 0.999",
-    }
-    lines = [Line(label, "geometric", name) for name, label in labels.items()]
-    return table([lines], ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank"))
+EDITIONS = {
+    "600 steps": (("geometric", "first 0 0.99"), ("geometric", "lean2 0 0.99")),
+    "9,768 steps": (
+        ("one_pass_longer", "plain delayed n=1"),
+        ("finals", "9768 steps lean2 0 0.99"),
+    ),
+    "4,800 steps of 512 tokens": (("rate_rule", "512 lean x2"), ("finals", "512 lean2 0 0.99")),
+    "the same at half the rate": (
+        ("rate_rule", "512 lean x1"),
+        ("final_rates", "512 lean2 0 0.99 x0.5"),
+    ),
+}
+"""Where LEAN's first edition and the second have had the same rate."""
+
+
+def _editions() -> Table:
+    """The validation losses of LEAN's two editions, and their seeds."""
+    lines = []
+    for label, editions in EDITIONS.items():
+        first, second = (Line("", *edition) for edition in editions)
+        seeds = [f"{min(runs(line))} to {max(runs(line))}" for line in (first, second)]
+        shown = ", ".join(dict.fromkeys(seeds)).replace("7 to 7", "7")
+        lines.append([label, *(cell(x, [], "valid_loss") for x in (first, second)), shown])
+    return Table(["", "first edition", "second edition", "seeds"], lines)
 
 
 def _first_page() -> Table:
@@ -432,7 +440,6 @@ def _screening() -> Table:
     labels = {
         "adamw 0 0.999": "AdamW, 0, 0.999",
         "adamw 0 0.999 decay=0.02": "AdamW, 0, 0.999, embeddings decay by 0.02",
-        "first 0 0.99": "LEAN's first edition, β₂ = 0.99",
         "weighted 0 0.999": "columns weighted by the rows",
         "lean2 0 0.99": "β₂ = 0.99",
         "lean2 0 tokens": "β₂ by the tokens of a step",
@@ -489,14 +496,11 @@ def _betas(lines: Iterable[Line]) -> Table:
 
 PEERS = {
     "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
-    "LEAN": ("one_pass", "plain delayed"),
-    "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
+    "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
     "Ember": ("zero_sum", "ember free"),
-    "Ember, zero-sum": ("zero_sum", "ember zero sum"),
     "Adafactor": ("table_rules", "adafactor free"),
     "DeepSeek-V4.1's": ("table_rules", "balanced free"),
     "DeepSeek-V4.1's without momentum": ("table_rules", "balanced 0 free"),
-    "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
     "a moment for each row": ("peers", "row_moment 0 0.99"),
     "a moment for each row, beta2 0.999": ("peers", "row_moment 0 0.999"),
     "columns of norm 1": ("peers", "columns 0 0.95"),
@@ -512,86 +516,24 @@ PEERS = {
 
 
 def _peers() -> Table:
-    """All of :data:`PEERS`, each at one of its rates."""
-    return _betas(
+    """All of :data:`PEERS` and LEAN, each at one of its rates."""
+    lines = [
         Line(f"{label}, n = {name.rpartition('=')[2]}", question, name)
         for label, (question, rule) in PEERS.items()
         for name in results(question)
         if name.rpartition(" n=")[0] == rule
-    )
+    ]
+    (lean,) = at_best_rate("2400 steps", "lean2 0 0.99")[1]
+    return _betas([*lines, dataclasses.replace(lean, label="LEAN, n = 5")])
 
 
-WIDTHS = {f"H = {width}": ("width", f"H={width} lean 0 0.99") for width in (32, 64, 128)}
-
-TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
-"""The runs whose gradients ``movement`` gives to all rules."""
+MOVED = "adamw 0.9 0.95 n=4"
+"""The training of ``betas`` whose gradients ``movement`` gives to all rules."""
 
 
-def _by_factor(first: str, rules: Mapping[str, tuple[str, str]]) -> Table:
-    """The validation losses of rules by the factor 2^(n/2) of their rate.
-
-    Args:
-        first: the header of the first column.
-        rules: by label, the question and the name of the runs without their n.
-    """
-    losses: dict[str, dict[int, str]] = {}
-    for label, (question, rule) in rules.items():
-        for name in results(question):
-            start, _, n = name.rpartition(" n=")
-            if start == rule:
-                loss = cell(Line(label, question, name), [], "valid_loss")
-                losses.setdefault(label, {})[int(n)] = str(loss)
-    factors = sorted({n for by_factor in losses.values() for n in by_factor})
-    return Table(
-        [first, *(f"n = {n}" for n in factors)],
-        [[label, *(by_factor.get(n, "") for n in factors)] for label, by_factor in losses.items()],
-    )
-
-
-ONE_PASS = {
-    "one_pass": "betas",
-    "one_pass_longer": "betas_longer",
-    "one_pass_16k": "batch_16k",
-    "one_pass_64k": "batch_64k",
-}
-"""By question, where AdamW with the best betas and the exact LEAN with plain columns have runs."""
-
-
-def _versions(question: str) -> dict[str, tuple[str, str]]:
-    """LEAN's versions beside AdamW with the best betas, and Ember."""
-    before = ONE_PASS[question]
-    return {
-        "AdamW, 0, 0.999": (before, "adamw 0 0.999"),
-        "plain, exact": (before, "a=0.75 0 0.99"),
-        "plain, delayed": (question, "plain delayed"),
-        "half, delayed": (question, "half delayed"),
-        "weighted, delayed": (question, "weighted delayed"),
-        "Ember": ("zero_sum" if question == "one_pass" else question, "ember free"),
-    }
-
-
-ZERO_SUM_UNTIED = {
-    "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
-    "AdamW, 0, 0.999, zero-sum": ("zero_sum_untied", "adam zero sum"),
-    "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
-    "LEAN": ("zero_sum_untied", "plain delayed"),
-    "Ember": ("zero_sum_untied", "ember free"),
-    "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
-}
-"""Optimizers with and without zero-sum updates in an untied model."""
-
-BY_FACTOR: dict[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
-    "peers_by_rate": ("embeddings", PEERS),
-    "width": ("LEAN", WIDTHS),
-    **{question: ("columns, sums", _versions(question)) for question in ONE_PASS},
-    "zero_sum_untied": ("embeddings", ZERO_SUM_UNTIED),
-}
-"""The tables of losses by factor: the header of the first column, and the rules."""
-
-
-def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
+def movement(measure: str) -> dict[str, NDArray[np.float64]]:
     """A measure of :mod:`study.movement` by rule, for each band: the mean over all windows."""
-    seeds = results("movement")[TRAINED_BY[training]]["seeds"].values()
+    seeds = results("movement")[MOVED]["seeds"].values()
     windows = [window["rules"] for run in seeds for window in run["windows"]]
     return {
         rule: np.mean([window[rule][measure] for window in windows], axis=0) for rule in windows[0]
@@ -599,23 +541,16 @@ def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
 
 
 def _movement() -> Table:
-    """Of each rule, the share of movement in the batch, and cosines in both runs.
+    """Of each rule, the rarer half's share of movement in the batch, and cosines of all and of it.
 
-    The share is the rarer half's; cosines are the mean over the bands, and the rarer half's.
+    The cosine of all is the mean over the bands.
     """
-    in_batch = movement("in_batch", "lean")
-    cosines = [movement("cosine", training) for training in TRAINED_BY]
-    rows = []
-    for rule, shares in in_batch.items():
-        numbers = [shares[-1]]
-        for by_rule in cosines:
-            numbers += [by_rule[rule].mean(), by_rule[rule][-1]]
-        rows.append([rule, *(f"{number:.2f}" for number in numbers)])
-    header = ["update of the embeddings", "with the token"]
-    header += [
-        f"{run}: cosine, {of}" for run in ("AdamW's run", "LEAN's") for of in ("all", "rarer half")
+    in_batch, cosines = movement("in_batch"), movement("cosine")
+    rows = [
+        [rule, *(f"{x:.2f}" for x in (in_batch[rule][-1], cosine.mean(), cosine[-1]))]
+        for rule, cosine in cosines.items()
     ]
-    return Table(header, rows)
+    return Table(["update of the embeddings", "with the token", "cosine, all", "rarer half"], rows)
 
 
 BESIDE_MUON = {
@@ -638,10 +573,10 @@ def _tables_beside_muon() -> Table:
     }
     tried = {label: by_factor for label, by_factor in names.items() if by_factor}
     chosen = {BESIDE_MUON[label]: _chosen("muon_tables", tried[label]) for label in tried}
-    for factor in sorted({int(name.partition("f=")[2]) for name in results("muon_tables")}):
-        cells: list[str | Cell] = [f"validation, f = {factor}"]
+    for factor in sorted({float(name.partition("f=")[2]) for name in results("muon_tables")}):
+        cells: list[str | Cell] = [f"validation, f = {factor:g}"]
         for arm in chosen:
-            name = f"{arm} f={factor}"
+            name = f"{arm} f={factor:g}"
             is_tried = name in results("muon_tables")
             loss = f"{_first('muon_tables', name)['valid_loss']:.3f}" if is_tried else ""
             cells.append(Cell(loss, bold=name == chosen[arm]))
@@ -732,33 +667,32 @@ TABLES: dict[str, Callable[[], Table]] = {
     "scale": _scale,
     "learning_rate": _learning_rate,
     **{
-        question: partial(_betas, [between(question, name) for name in QUESTIONS[question]])
-        for question in ("betas", "batch_16k", "betas_longer", "betas_untied")
+        question: partial(_betas, [with_rates(question, name) for name in QUESTIONS[question]])
+        for question in ("betas", "betas_longer")
     },
     "peers": _peers,
-    **{name: partial(_by_factor, *rules) for name, rules in BY_FACTOR.items()},
     "movement": _movement,
     "recommended": _recommended,
     "geometry": _geometry,
     "wider": _wider,
     "wider_pairs": _wider_pairs,
-    "geometric": _geometric,
+    "editions": _editions,
     "first_page": _first_page,
     "screening": _screening,
     "muon_tables": _tables_beside_muon,
     "hashed_bigrams": _hashed_bigrams,
-    "rate": rate.table,
-    "rate_costs": partial(rate.costs, rate.settings, rate.TESTED),
-    "rate_costs_second": partial(rate.costs, rate.settings_of_the_second_edition, rate.SHIPPED),
+    "rate_costs": rate.table,
+    "finals_valid": finals.finals_table,
+    "final_rates": finals.final_rates_table,
+    "formula": finals.formula_table,
 }
 
 
 def filled(page: str) -> str:
     """Return a page with updated tables."""
-    made_by = {**TABLES, **referee.TABLES}
 
     def updated(place: re.Match[str]) -> str:
-        return f"{place[1]}\n{made_by[place[2]]().markdown()}{place[3]}"
+        return f"{place[1]}\n{TABLES[place[2]]().markdown()}{place[3]}"
 
     return re.sub(r"(<!-- table: (\w[\w.=]*) -->)\n.*?(<!-- end -->)", updated, page, flags=re.S)
 

@@ -500,11 +500,14 @@ def test_no_verdict_and_no_product():
         assert not re.search("train(ing)? with", diagnosis, re.IGNORECASE)
         assert diagnosis.endswith(NO_VERDICT)
     # The figures of that sentence are those of the study's runs of 20M tokens.
-    results = Path(__file__).parents[2] / "study" / "results" / "betas_longer.json"
-    arms = json.loads(results.read_text())
+    results = Path(__file__).parents[2] / "study" / "results"
     adamw, lean = (
-        {key: np.mean([run[key] for run in arms[arm]["seeds"].values()]) for key in KEYS}
-        for arm in ("adamw 0 0.999 n=1", "a=0.75 0 0.99 n=2")
+        {key: np.mean([run[key] for run in runs["seeds"].values()]) for key in KEYS}
+        for question, arm in (
+            ("betas_longer", "adamw 0 0.999 n=1"),
+            ("finals", "9768 steps lean2 0 0.99"),
+        )
+        for runs in (json.loads((results / f"{question}.json").read_text())[arm],)
     )
     assert adamw["test_loss"] == pytest.approx(lean["test_loss"], abs=0.007)
     assert round(adamw["mean_norm_ratio"], 2) == 0.25

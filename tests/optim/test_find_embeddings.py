@@ -6,7 +6,6 @@ import re
 import types
 import warnings
 
-import hand_written_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import hand_written_models
 from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 from token_models import (
     Bert,

@@ -1,4 +1,4 @@
-"""Models that say themselves which of their matrices embed tokens, for which_tables.py.
+"""Models that say themselves which of their matrices embed tokens.
 
 Each entry of ``MODELS`` is a function that makes a model, and the names that are right.
 """

@@ -1,0 +1,205 @@
+"""Tables of the finals: AdamW, LEAN and Ember in thirteen settings, each at its own rate."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from scipy import stats
+
+from coupled_adam.lab.reporting.statistics import shorthand
+from coupled_adam.rendering.tables import Cell, Table
+
+from .questions import FINAL_ARMS, FINAL_SETTINGS, FORMULA_SETTINGS, QUESTIONS, RATES_BESIDE
+from .rows import Line, by_seed, results, runs
+
+LEAN, ADAMW, EMBER = FINAL_ARMS
+Lines = Sequence[Line]
+"""Rows of the same runs with different seeds."""
+
+
+def seeds_of(lines: Iterable[Line], measure: str) -> dict[int, float]:
+    """A measure by seed, of runs that several questions have."""
+    return {seed: value for line in lines for seed, value in by_seed(line, measure).items()}
+
+
+def differences(ours: Lines, theirs: Lines, measure: str) -> list[float]:
+    """Those of the runs with the same seeds."""
+    tried, baseline = seeds_of(ours, measure), seeds_of(theirs, measure)
+    return [tried[seed] - baseline[seed] for seed in tried.keys() & baseline.keys()]
+
+
+def mean_of_settings(numbers: Sequence[float]) -> str:
+    """The mean of a number of each setting, with the 95 % interval of Student's t."""
+    low, high = stats.ttest_1samp(numbers, 0).confidence_interval()
+    return f"{np.mean(numbers):+.3f} ({low:+.3f} to {high:+.3f}), {len(numbers)} settings"
+
+
+def finalist(setting: str, arm: str) -> Line:
+    """One of :data:`FINAL_ARMS` at its earlier rate."""
+    return Line("", *(FINAL_SETTINGS[setting].earlier[arm].runs or ("finals", f"{setting} {arm}")))
+
+
+CHANGES = {
+    "LEAN": LEAN,
+    "LEAN, decay": f"{LEAN} decay=0.02",
+    "LEAN, free": f"{LEAN} free",
+    "AdamW, decay": f"{ADAMW} decay=0.02",
+}
+"""What is compared with AdamW at the earlier rates, by its label."""
+
+
+def finals_table() -> Table:
+    """AdamW's validation loss, and how far the others are above it with the same seeds."""
+    above: dict[str, list[float]] = {label: [] for label in CHANGES}
+    rows = []
+    for setting in FINAL_SETTINGS:
+        adamw = finalist(setting, ADAMW)
+        cells, pairs = [shorthand([*by_seed(adamw, "valid_loss").values()], 3)], set()
+        for label, name in CHANGES.items():
+            each = differences([Line("", "finals", f"{setting} {name}")], [adamw], "valid_loss")
+            if each:
+                above[label].append(float(np.mean(each)))
+                pairs.add(len(each))
+            cells.append(f"{np.mean(each):+.3f}" if each else "")
+        rows.append([setting, *cells, ", ".join(map(str, sorted(pairs)))])
+    rows.append(["mean", "", *map(mean_of_settings, above.values()), ""])
+    return Table(["setting", "AdamW, 0, 0.999", *CHANGES, "pairs"], rows)
+
+
+def at_rates(setting: str, arm: str) -> dict[float, Lines]:
+    """One of :data:`FINAL_ARMS` at all factors that have runs, the earlier one first."""
+    factor = FINAL_SETTINGS[setting].earlier[arm].factor
+    tried: dict[float, Lines] = {factor: [finalist(setting, arm)]}
+    for times, multiple in RATES_BESIDE.items():
+        beside = Line("", "final_rates", f"{setting} {arm} {times}")
+        if runs(beside):
+            tried[factor * multiple] = [beside]
+    return tried
+
+
+def with_decay(setting: str, arm: str = ADAMW) -> dict[float, Lines]:
+    """The same with embeddings that decay: the runs of the finals, and those of the rivals."""
+    name = f"{setting} {arm} decay=0.02"
+    entries = {
+        ("finals", name): QUESTIONS["finals"][name],
+        **{
+            ("rivals", rival): entry
+            for rival, entry in QUESTIONS["rivals"].items()
+            if rival.startswith(f"{name} x")
+        },
+    }
+    tried: dict[float, Lines] = {}
+    for (question, of_runs), entry in entries.items():
+        if runs(line := Line("", question, of_runs)):
+            factor = round(entry.arm["lr_factor"], 9)
+            tried[factor] = [*tried.get(factor, ()), line]
+    return tried
+
+
+def best(tried: Mapping[float, Lines]) -> tuple[float, Lines]:
+    """The factor with the lowest validation loss with the first seed, and its runs."""
+    losses = {factor: seeds_of(lines, "valid_loss") for factor, lines in tried.items()}
+    seed = min(seed for by_factor in losses.values() for seed in by_factor)
+    factor = min(losses, key=lambda factor: losses[factor].get(seed, np.inf))
+    return factor, tried[factor]
+
+
+def at_best_rate(setting: str, arm: str) -> tuple[float, Lines]:
+    """An optimizer of the finals at its best factor."""
+    tried = at_rates(setting, arm)
+    # After 9,768 steps there are five seeds at the earlier rate, and beside it single runs that
+    # were made for the rule of the rate alone.
+    return next(iter(tried.items())) if setting == "9768 steps" else best(tried)
+
+
+def final_rates_table() -> Table:
+    """AdamW, with decayed embeddings and without, LEAN and Ember, each at its own rate."""
+    rows: list[list[str]] = []
+    above: dict[str, list[float]] = {}
+    for setting in FINAL_SETTINGS:
+        chosen = {
+            "AdamW": at_best_rate(setting, ADAMW),
+            "LEAN": at_best_rate(setting, LEAN),
+            "Ember": at_best_rate(setting, EMBER),
+        }
+        if tried := with_decay(setting):
+            chosen["AdamW, decay"] = best(tried)
+        factors = {name: f"{factor:.3g}" for name, (factor, _) in chosen.items()}
+        loss = shorthand([*seeds_of(chosen["AdamW"][1], "test_documents").values()], 3)
+        cells, numbers = {}, []
+        for ours, theirs in COMPARED:
+            each = (
+                differences(chosen[ours][1], chosen[theirs][1], "test_documents")
+                if {ours, theirs} <= chosen.keys()
+                else []
+            )
+            cells[ours, theirs] = f"{np.mean(each):+.3f}" if each else ""
+            if each:
+                above.setdefault(f"{ours} − {theirs}", []).append(float(np.mean(each)))
+                numbers.append(str(len(each)))
+        decay, lean, lean_decay, ember = cells.values()
+        rows.append(
+            [
+                *(setting, factors["AdamW"], loss, factors.get("AdamW, decay", ""), decay),
+                *(factors["LEAN"], lean, lean_decay, factors["Ember"], ember),
+                ", ".join(dict.fromkeys(numbers)),
+            ]
+        )
+    decay, lean, lean_decay, ember = map(mean_of_settings, above.values())
+    rows.append(["mean", "", "", "", decay, "", lean, lean_decay, "", ember, ""])
+    of_decay, of_lean, of_both, of_ember = above
+    header = ["setting", "AdamW: factor", "L of test documents ↓", "AdamW, decay: factor"]
+    header += [of_decay, "LEAN: factor", of_lean, of_both, "Ember: factor", of_ember]
+    return Table([*header, "pairs"], rows)
+
+
+COMPARED = (
+    ("AdamW, decay", "AdamW"),
+    ("LEAN", "AdamW"),
+    ("LEAN", "AdamW, decay"),
+    ("Ember", "AdamW"),
+)
+"""The differences of :func:`final_rates_table`."""
+
+FORMULAS = {
+    "limit": "new limit",
+    "limit later": "zero-sum from step 100",
+    "limit free": "never",
+    "relative": "candidate",
+    "relative later": "zero-sum from step 100",
+    "relative free": "never",
+}
+
+
+def formula_table() -> Table:
+    """Validation losses with the first seed, of AdamW, LEAN's second edition and the candidate.
+
+    Each is at the best of its rates, but at a low rate all have the same.
+    """
+    rows: list[list[str | Cell]] = []
+    above: list[list[float]] = []
+    for setting, (_, factor) in FORMULA_SETTINGS.items():
+        name, low, _ = setting.partition(" low")
+        tried = [
+            at_rates(name, arm).get(factor, ()) if low else at_best_rate(name, arm)[1]
+            for arm in (ADAMW, LEAN)
+        ]
+        tried += [
+            [
+                Line("", "formula", run)
+                for run in results("formula")
+                if run.startswith(f"{setting} {formula} x")
+            ]
+            for formula in FORMULAS
+        ]
+        seed = min(by_seed(finalist(name, ADAMW), "valid_loss"))
+        losses = [
+            min((by_seed(line, "valid_loss")[seed] for line in lines), default=np.nan)
+            for lines in tried
+        ]
+        rows.append([setting, *("" if np.isnan(loss) else f"{loss:.3f}" for loss in losses)])
+        if not low:
+            above.append([loss - losses[1] for loss in losses])
+    known = [[x for x in of_all if not np.isnan(x)] for of_all in zip(*above)]
+    means = (f"{np.mean(x):+.3f}, {len(x)} settings" if x else "" for x in known)
+    rows.append(["mean difference from the second edition", *means])
+    return Table(["setting", "AdamW, 0, 0.999", "second edition", *FORMULAS.values()], rows)

@@ -121,7 +121,7 @@ def test_promises_link_to_their_tests():
 
 WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and the rows"] * 9)
 
-# Python. What a page speaks of without making it, such as `model`, is made here.
+# Models for Python and for the commands.
 
 
 def gpt2(**options):
@@ -150,12 +150,8 @@ def save_model(folder, seed=0):
     gpt2(vocab_size=len(words)).save_pretrained(folder)
 
 
-TO_MEND = {
-    "README.md": lambda: {"model": gpt2()},
-    "docs/study/rate.md": lambda: {"model": gpt2()},
-    "docs/tables.md": dict,
-}
-"""Pages whose blocks need names that nothing on the page makes, or those of the blocks above."""
+TO_MEND = ["docs/tables.md"]
+"""Pages whose blocks use names that neither they nor the first block import."""
 
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.reason is None]
 
@@ -171,14 +167,11 @@ def test_python(block, tmp_path, monkeypatch):
     if "jax" in block.page:
         pytest.importorskip("optax")
     monkeypatch.chdir(tmp_path)
-    names = {}
-    above = [b for b in PYTHON if b.page == block.page and b.line < block.line]
+    names = {"model": gpt2()} if block.page == "README.md" else {}
     if block.page in TO_MEND:
         names = {name: getattr(coupled_adam, name) for name in coupled_adam.__all__}
-        names |= {"torch": torch} | TO_MEND[block.page]()
-    else:
-        above = above[:1]
-    for each in (*above, block):
+    first = next(b for b in PYTHON if b.page == block.page)
+    for each in dict.fromkeys((first, block)):
         if "my-model" in each.text:  # the reader's
             save_model("my-model")
         program = "\n" * each.line + each.text  # so that a traceback names the page's line

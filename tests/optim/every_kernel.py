@@ -220,25 +220,6 @@ class EveryKernel:
         for after_jump in after_jumps:
             assert all(length <= 1.5 * x for length, x in zip(after_jump, usual))
 
-    @pytest.mark.parametrize("name", list(LEAN))
-    def test_a_jump_of_all_is_bounded(self, name, kernel):
-        """No step of a row is longer than 30 times the rate, in root mean square."""
-        p = self.parameter((48, 32))
-        optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
-        (group,) = optimizer.param_groups
-        for step in range(30):
-            p.grad = 1 + self.gradient((48, 32), step)
-            p.grad *= 1e4 if step >= 24 else 1.0
-            before = p.detach().clone()
-            optimizer.step()
-            if step > 1:
-                length = (p.detach() - before).square().mean(1).sqrt().max().item()
-                scale = group["lr"] / group["second_moment_scale"] ** 0.5
-                # the mean of the updates before is taken back, too
-                assert length < 2 * 30 * scale
-            if step == 24 and group["betas"][0] == 0:
-                assert length > scale, "the jump was none"
-
     @pytest.mark.parametrize("name", ["coupled", *LEAN])
     @pytest.mark.parametrize("is_tensor", [False, True])
     def test_nothing_moves_at_a_rate_of_zero(self, name, is_tensor, kernel):

@@ -403,7 +403,7 @@ def test_no_state_dict(structure):
     optimizer = CoupledAdamW([p], coupled=True)
     take_steps(optimizer, [0])
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match="no state dict of an optimizer"):
+    with pytest.raises(ValueError, match="this is no state dict"):
         optimizer.load_state_dict(structure)
     assert_same(optimizer.state_dict(), before)
 

@@ -111,7 +111,7 @@ def adapt(
 def check_structure(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of an optimizer."""
     if not isinstance(state_dict, Mapping) or not state_dict.keys() >= {"state", "param_groups"}:
-        raise ValueError("this is no state dict of an optimizer: see optimizer.state_dict()")
+        raise ValueError("this is no state dict, as of optimizer.state_dict()")
 
 
 def _check_sizes(saved: list[int], own: list[int]) -> None:

@@ -185,10 +185,9 @@ def matrices_of_size(
         return []
     for n in sorted(sizes):
         candidates = [m for m in possible if n in m.shape]
-        unlike = {m for m in candidates if m.is_doubtful or _is_factor(m, n, matrices)}
-        doubtful += unlike
+        doubtful += [m for m in candidates if m.is_doubtful]
         # More than a table and a head: there are hidden layers of this width, too.
-        likely = [m for m in candidates if m not in unlike]
+        likely = [m for m in candidates if not m.is_doubtful]
         if not 1 <= len(likely) <= 2:
             raise ValueError(
                 f"vocab_size={n}: matrices that may embed tokens and have this size: "
@@ -201,18 +200,3 @@ def matrices_of_size(
     if doubtful:
         warn_of(doubtful, "put them into a param group with 'coupled': True")
     return result
-
-
-def _is_factor(m: ModelMatrix, n: int, matrices: Iterable[ModelMatrix]) -> bool:
-    """Whether a matrix with n rows or columns rather is a factor of an adapter of such a matrix.
-
-    It then is far narrower than the layers, and lies below the layer that it adapts, by its name.
-    """
-    width = math.prod(m.shape) // n
-    others = [max(x.shape) for x in matrices if n not in x.shape]
-    wider = [math.prod(x.shape) // n for x in matrices if n in x.shape]
-    is_narrow = 4 * width <= max(min(others, default=0), *wider)
-    path = m.name.removesuffix(".weight").split(".")
-    # PEFT's adapters are called so, and what it trains as a whole is called something else before.
-    is_pefts = path[-1] == "default" and path[-2:-1] != ["modules_to_save"]
-    return is_pefts or (is_narrow and len(path) > 2)

@@ -56,70 +56,51 @@ class Kernel(Protocol):
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class CoupledMatrix:
-    """What is given of a coupled matrix in one step. No kernel changes its fields.
+    """A coupled matrix in one step: this rank's parts, and the numbers of its group.
 
-    ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, [rows, columns],
-    transposed if ``vocab_dim`` is 1, so that each row belongs to one token. Of a matrix that has
-    been flattened they are this rank's piece, with one dimension, and the other tensors are those
-    of the whole matrix (see :mod:`coupled_adam.optim.flat`).
-
-    Attributes:
-        group: the matrix's param group, for its options.
-        parameter: the parameter itself, [V, H] or [H, V], a plain tensor or a DTensor.
-        step: the state's number of steps, a 0-dim tensor.
-        vocab_size, hidden_size: V and H, over all ranks.
-        exp_avg: the first moment m; None if beta1 is 0.
-        exp_avg_sq: nu, [columns].
-        max_exp_avg_sq: nu's running maximum; None without ``amsgrad``.
-        row_exp_avg_sq: LEAN's r, [rows]; None in Coupled Adam.
-        mean_update: LEAN's d, [columns]; None without ``zero_sum``, and at a rate of 0.
-        row_step, row_count: of a table with sparse gradients, the step of each row's last gradient,
-            [rows] in int32, and the number of rows that have had one, 0-dim; otherwise None.
-        touched: the row of ``param`` that each row of ``grad`` belongs to, [n] in int64; None if
-            ``grad`` has all rows (see :mod:`coupled_adam.optim.row_sparse`).
-        lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
-        no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
-            read as a Python number.
-        has_gradient: whether this rank has a gradient, and once the ranks have agreed, whether any
-            rank has one; ``grad`` is zeros where this one has none.
-        index: the matrix's number among the optimizer's, which makes its rounding noise its own.
-        is_lean: whether LEAN updates it, and there is ``row_exp_avg_sq``.
-        has_penalty: whether weight decay is Adam's L2 penalty, which is added to the gradient.
-        row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
-            (see :func:`sharded.add_up`).
-        shard: where the piece of a flattened matrix lies; None for all other matrices.
-        kernel: the implementation of the passes.
+    ``param``, ``grad`` and ``exp_avg`` are parts of the matrices, [rows, columns], transposed if
+    ``vocab_dim`` is 1, so that each row belongs to one token. Of a matrix that has been flattened
+    they are this rank's piece, with one dimension, and the other tensors are those of the whole
+    matrix (see :mod:`coupled_adam.optim.flat`). No kernel changes the fields. What is replaced
+    makes a part of it: a block of rows, a segment, the rows that are touched.
     """
 
-    group: dict[str, Any]
-    parameter: Tensor  # [V, H] or [H, V]
-    step: Tensor  # []
-    vocab_size: int
+    # 1. Fixed for the matrix, unless its group is changed
+    group: dict[str, Any]  # for its options
+    parameter: Tensor  # [V, H] or [H, V], a plain tensor or a DTensor
+    index: int = 0  # its number among the optimizer's, which makes its rounding noise its own
+    vocab_size: int  # V and H, over all ranks
     hidden_size: int
-    param: Tensor  # [rows, columns]
-    grad: Tensor  # [rows, columns]
-    exp_avg: Tensor | None  # [rows, columns]
-    exp_avg_sq: Tensor  # [columns]
-    max_exp_avg_sq: Tensor | None  # [columns]
-    row_exp_avg_sq: Tensor | None  # [rows]
-    mean_update: Tensor | None  # [columns]
-    row_step: Tensor | None  # [rows]
-    row_count: Tensor | None  # []
-    lr: float | Tensor
-    beta1: float | Tensor
-    beta2: float | Tensor
+    is_lean: bool  # whether LEAN updates it, and there is r
+    has_penalty: bool  # whether weight decay is Adam's L2 penalty, which is added to the gradient
+    # Whether autograd or a compiler records the step: no tensor may be read as a Python number.
     no_host_reads: bool
-    is_lean: bool
-    has_penalty: bool
-    has_gradient: bool = True
-    index: int = 0
+    # The ranks over which sums over rows, and over columns, are added (see sharded.add_up)
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
-    shard: Any = None
-    touched: Tensor | None = None  # [n]
+    shard: Any = None  # where the piece of a flattened matrix lies
     kernel: Kernel = None  # type: ignore[assignment]  # set once the rest is known
+    # 2. What a step reads and writes
+    param: Tensor  # [rows, columns]
+    exp_avg: Tensor | None  # the first moment m, [rows, columns]; None if beta1 is 0
+    exp_avg_sq: Tensor  # nu, [columns]
+    max_exp_avg_sq: Tensor | None  # its running maximum; None without amsgrad
+    row_exp_avg_sq: Tensor | None  # LEAN's r, [rows]; None in Coupled Adam
+    mean_update: Tensor | None  # LEAN's d, [columns]; None without zero_sum, and at a rate of 0
+    step: Tensor  # the number of steps, []
+    # Of a table with sparse gradients: the step of each row's last one, [rows] in int32, and the
+    # number of rows that have had one, []
+    row_step: Tensor | None
+    row_count: Tensor | None
+    # 3. What differs from step to step
+    grad: Tensor  # [rows, columns]; zeros where only other ranks have one
+    touched: Tensor | None = None  # the row that each row of grad belongs to, [n]; None: it has all
+    has_gradient: bool = True  # on this rank; once the ranks have agreed, on any
+    lr: float | Tensor  # Python numbers, or 0-dim tensors that must not be read as such
+    beta1: float | Tensor
+    beta2: float | Tensor
 
     @classmethod
     def of(
@@ -161,28 +142,28 @@ class CoupledMatrix:
         return cls(
             group=group,
             parameter=parameter,
-            step=state["step"],
+            index=index,
             vocab_size=0 if is_flat else shape[vocab_dim],
             hidden_size=0 if is_flat else shape[1 - vocab_dim],
+            is_lean=is_lean(group),
+            has_penalty=group["weight_decay"] != 0 and not group["decoupled_weight_decay"],
+            no_host_reads=no_host_reads,
+            row_ranks=row_ranks,
+            column_ranks=column_ranks,
             param=param,
-            grad=grad,
             exp_avg=exp_avg,
             exp_avg_sq=exp_avg_sq,
             max_exp_avg_sq=max_exp_avg_sq,
             row_exp_avg_sq=row_exp_avg_sq,
             mean_update=mean_update,
+            step=state["step"],
             row_step=state.get("row_step"),
             row_count=state.get("row_count"),
+            grad=grad,
+            has_gradient=parameter.grad is not None,
             lr=lr,
             beta1=as_python_number(beta1, no_host_reads),
             beta2=as_python_number(beta2, no_host_reads),
-            no_host_reads=no_host_reads,
-            is_lean=is_lean(group),
-            has_penalty=group["weight_decay"] != 0 and not group["decoupled_weight_decay"],
-            has_gradient=parameter.grad is not None,
-            index=index,
-            row_ranks=row_ranks,
-            column_ranks=column_ranks,
         )
 
     @property

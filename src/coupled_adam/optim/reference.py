@@ -65,10 +65,10 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update nu [H], m [V, H] and e [V, H]."""
-    update_coupled(matrix, step_size(matrix, sums, scalars), scalars)
+    move_coupled(matrix, step_size(matrix, sums, scalars), scalars)
 
 
-def update_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> None:
+def move_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> None:
     """Update m and e, [rows, H], given each column's rate, [H]."""
     m = moment(matrix, scaled_gradient(matrix, scalars))
     values = _decayed(matrix, scalars)

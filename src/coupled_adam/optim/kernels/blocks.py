@@ -35,7 +35,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update the matrix by Coupled Adam."""
     rates = reference.step_size(matrix, sums, scalars)
     for rows, block in blocks(matrix, scalars):
-        reference.update_coupled(block, rates, _of_block(scalars, rows))
+        reference.move_coupled(block, rates, _of_block(scalars, rows))
 
 
 def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tensor:

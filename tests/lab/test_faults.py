@@ -254,7 +254,7 @@ def test_a_log_that_does_not_belong_to_the_checkpoint(change, unfinished):
     log = run / "metrics.jsonl"
     log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
     before = snapshot(run)
-    with pytest.raises(UsageError, match=r"metrics.jsonl does not have the lines of all steps"):
+    with pytest.raises(UsageError, match=r"metrics.jsonl does not have each line up to step"):
         go_on()
     assert snapshot(run) == before
 
@@ -264,7 +264,7 @@ def test_a_folder_of_others_is_refused(unfinished):
     run, go_on = unfinished
     (run / "config.yaml").unlink()
     before = snapshot(run)
-    with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
+    with pytest.raises(UsageError, match=r"run holds checkpoints but no config\.yaml"):
         go_on()
     assert snapshot(run) == before
     for name in ("checkpoints", "second_moments"):
@@ -301,7 +301,7 @@ def test_what_is_somebody_elses_is_left(unfinished, recipe, tmp_path, monkeypatc
     (tmp_path / "theirs" / "metrics.jsonl").touch()
     command = ["train", "--recipe=tiny", "--arm=adamw", "--resume", "--device=cpu", "--out"]
     assert cli.main([*command, str(tmp_path / "theirs")]) == 2
-    assert "theirs holds metrics.jsonl but no run" in error(capsys.readouterr().err)
+    assert "theirs holds metrics.jsonl but no config.yaml" in error(capsys.readouterr().err)
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["metrics.jsonl"]
 
     shutil.rmtree(run / "model")

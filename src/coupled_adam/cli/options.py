@@ -26,7 +26,7 @@ DEFAULT_RECIPE = "demo"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
-    """Where it is computed.
+    """The device that computes.
 
     device: cuda, cuda:1, mps or cpu; auto takes the first of cuda, mps and cpu that is available.
     """
@@ -62,10 +62,10 @@ class ModelOptions(DeviceOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(ModelOptions):
-    """How models are measured, and what becomes of files.
+    """How models are measured, and whether files are replaced.
 
-    word_similarity: a folder with word-similarity sets as published; 'download' downloads and keeps
-        them.
+    word_similarity: a folder with word-similarity sets as published, or 'download', which fetches
+        and keeps them.
     overwrite: replace files that exist.
     """
 
@@ -158,7 +158,7 @@ class RunOptions(DeviceOption, Execution):
                 f"note: the learning rate rises until the end, as training.warmup is "
                 f"{recipe.training.warmup:g} and a run has {recipe.steps} steps"
             )
-        # What is missing or wrong would otherwise show only after the corpus has been prepared.
+        # Otherwise errors would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
@@ -177,8 +177,8 @@ class RunOptions(DeviceOption, Execution):
 def _limit_threads(parameters: int) -> None:
     """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise.
 
-    Its operations take microseconds, and each waits for all threads: where others need the cores,
-    too, a step with a thread for each core took 7 s instead of 0.5.
+    Its operations take microseconds, and each waits for all threads: on busy cores, a step with a
+    thread for each core took 7 s instead of 0.5.
     """
     import torch
 

@@ -30,9 +30,9 @@ from coupled_adam.runs import (
     by_step,
 )
 
-# What the files of a run must hold for those who read them, which pydantic checks: a report may be
-# made of another person's runs, and a message about a damaged file should name it. Further keys may
-# be there, as of a newer version. The check is strict: no text and no truth value is a number.
+# What the files of a run must hold, checked by pydantic: a report may cover another person's runs,
+# and a message about a damaged file should name it. Other keys, as of a newer version, are allowed.
+# The check is strict: neither a text nor a truth value is a number.
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=LARGEST)]
 _WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -128,7 +128,7 @@ class Run:
 
     @functools.cached_property
     def label(self) -> str:
-        """The arm in tables and pictures: its optimizer and options, after a name of its own."""
+        """The arm in tables and pictures: its optimizer and options, after its own name if any."""
         label = self.arm.label
         # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
         return label if self.family == self.arm.optimizer else f"{self.arm_name}: {label}"
@@ -274,7 +274,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
-    """The content of a file of JSON as it is written, once it is of this kind; {} if it is none."""
+    """The content of a JSON file, checked to be of this kind; {} if there is no file."""
 
     def parse(text: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(text, parse_constant=int)  # refuses NaN

@@ -28,11 +28,11 @@ _ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first one that a task re
 
 
 class Downstream:
-    """Tasks of the lm-evaluation-harness, which can be run on models.
+    """Tasks of the lm-evaluation-harness, to run on models.
 
     Args:
         names: the names of tasks, groups or tags.
-        folder: the user's own tasks (YAML), in any folder below; then the harness's are looked up.
+        folder: a folder with the user's own tasks (YAML, also in subfolders), which come first.
         limit: how many examples of each task to use, from its start; None for all, as in the paper.
 
     Raises:
@@ -58,7 +58,7 @@ class Downstream:
             self._manager = TaskManager(include_path=path)
         self.names = list(dict.fromkeys(names))
         self.limit = limit
-        # Loaded once before anything is evaluated, which may take hours, to see that it can be.
+        # Loaded before anything is evaluated, which may take hours, to see that they can be.
         try:
             tasks = self._manager.load(self.names)["tasks"]
         except Exception as error:  # raised by several libraries and by the tasks' own code
@@ -70,7 +70,7 @@ class Downstream:
             measured = task.aggregation()
             require(
                 {*measured} & {*_ACCURACIES},
-                f"--lm-eval {name} measures {', '.join(measured)}, and no accuracy",
+                f"--lm-eval {name} measures {', '.join(measured)}, but no accuracy",
             )
 
     def evaluate(

@@ -65,7 +65,7 @@ class Report:
 def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """Write a report of all finished runs in some folders.
 
-    ``index.html`` contains everything, for a browser; it has one test, that of its sentences, while
+    ``index.html`` contains everything, for a browser; its table has the test of its sentences, and
     ``table.md`` and ``table.tex`` have the paper's. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, its
@@ -96,13 +96,13 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     places = ", ".join(map(str, folders))
     require(
         not frame.empty,
-        f"{places}: there is no finished run in it; coupled-adam compare makes some",
+        f"{places}: no finished run is there; coupled-adam compare makes some",
     )
-    # 2. What it says; two tables, as a page has space for more columns than a paper, and the test
-    # of the sentences, while a paper's table has the paper's test
+    # 2. What it says, in two tables: the page's has more columns, and the test of the sentences;
+    # the paper's has the paper's test
     rows, paper_rows = arm_results(frame, bold, paired=True), arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
-    # What agrees with the paper's code to the digit is for those who compare, in the CSV files.
+    # Measures that only reproduce the paper's code to the digit are in the CSV files alone.
     page_columns = [column for column in all_columns if not column.key.endswith("_published")]
     notes, sentences = footnotes(frame, bold, paired=True), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)

@@ -68,8 +68,8 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False)
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
 
     Args:
-        paired: instead by a two-sided t-test over pairs of runs with equal seeds, as the sentences
-            of a report are.
+        paired: use a two-sided t-test over pairs of runs with equal seeds instead, as the sentences
+            of a report do.
         bold: ``"adamw"``: an arm is bold where it is better than the baseline. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
@@ -183,7 +183,7 @@ def results_table(
     titled: bool = False,
     seeds: bool = False,
 ) -> Table:
-    """The table of results, a row for each arm, with the number of seeds if this is asked for.
+    """The table of results, a row for each arm, on request with the number of seeds.
 
     If it is titled, the title names the experiments, and D and N where all rows have the same.
     """

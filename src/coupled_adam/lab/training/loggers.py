@@ -54,7 +54,7 @@ class MetricsFile(Logger):
 def check_log(path: Path, last: int, evaluate_every: int) -> None:
     """Raise UsageError unless a log has what was due up to a step, each line once and in order.
 
-    What is lost could not be made again, as the run continues behind it.
+    What is lost could not be made again, since the run continues after it.
     """
     entries = [entry for entry in read_log(path) if entry["step"] <= last]
     lines = {
@@ -69,8 +69,8 @@ def check_log(path: Path, last: int, evaluate_every: int) -> None:
     steps = [entry["step"] for entry in entries]
     if lines != due or others != [0] or steps != sorted(steps):
         raise UsageError(
-            f"{path} does not have the lines of all steps up to {last}, each of them once, from "
-            "which the run would continue: restore it, or remove the run's folder"
+            f"{path} does not have each line up to step {last}, where the run would continue, "
+            "exactly once: restore it, or remove the run's folder"
         )
 
 

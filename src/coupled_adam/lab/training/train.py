@@ -41,7 +41,7 @@ from coupled_adam.runs import METRICS, MODEL
 def try_out(recipe: Recipe, device: str) -> None:
     """Pass a tiny batch through the recipe's model and back, and save its configuration.
 
-    ``model.config`` may hold what transformers finds out only then. GPT-2 and StableLM have none,
+    transformers finds some errors in ``model.config`` only then. GPT-2 and StableLM have no config,
     and are not tried.
 
     Raises:
@@ -61,12 +61,12 @@ def try_out(recipe: Recipe, device: str) -> None:
     except Exception as error:  # each architecture has checks of its own
         raise UsageError(
             f"model.architecture={recipe.model.architecture} cannot be trained with these values "
-            f"of model, of which config is {recipe.model.config}: {one_line(error)}"
+            f"of model, and config {recipe.model.config}: {one_line(error)}"
         ) from None
 
 
 def step_seconds(recipe: Recipe, execution: Execution) -> float:
-    """The time of a training step of the recipe's first arm in this process, of three tried."""
+    """Seconds of a training step of the recipe's first arm in this process: the best of three."""
     variant, training = load_variant(recipe.variant), recipe.training
     model = variant.build_model(recipe).to(execution.device)  # type: ignore[arg-type]
     optimizer = variant.build_optimizer(model, recipe, next(iter(recipe.arms.values())))
@@ -103,8 +103,8 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
         raise UsageError(
-            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: start "
-            "a number that divides it"
+            f"training.batch_size={batch_size} cannot be divided among {world_size()} processes: "
+            "start a number of processes that divides it"
         )
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":

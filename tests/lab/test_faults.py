@@ -669,7 +669,7 @@ def test_a_disk_that_is_full_for_one_rank(lab, strategy, fault, said):
 # --- faults at any operation on a file ---
 
 # For each the codes that the command may end with: a signal may come after the last step, and a
-# file may be one that nothing depends on. 75 of each command have been tried.
+# file may be one that nothing depends on. 77 points have been tried.
 FAULTS = {"kill": {-signal.SIGKILL}, "sigterm": {75, 0}, "ctrl-c": {130}, "disk-error": {0, 1, 2}}
 POINTS = 3
 FEW = ["--steps=4", "--training.evaluate_every=2", "--device=cpu", "--logger"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib.util
 import os
 import re
@@ -107,9 +108,6 @@ class RunOptions(DeviceOption, Execution):
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
-        if isinstance(plain.get("arms"), dict) and (chosen := {*arms} & plain["arms"].keys()):
-            named = {arm: options for arm, options in plain["arms"].items() if arm in chosen}
-            plain = {**plain, "arms": named}
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
@@ -134,6 +132,16 @@ class RunOptions(DeviceOption, Execution):
                 value = read_yaml(f"[{text}]", f"--{key}")
             is_sweep = key == "training.lr" and isinstance(value, list)
             values["arms.*.lr" if is_sweep else key] = value
+        if isinstance(named := plain.get("arms"), dict):
+            several = [key.split(".") for key, value in values.items() if isinstance(value, list)]
+            swept = [places[1] for places in several if places[0] == "arms"]
+            if self.resume and swept:  # numbered arms are stored: the first of each stands for all
+                bare = {re.sub(r"-\d+$", "", arm): named[arm] for arm in reversed(named)}
+                names = [arm for place in swept for arm in fnmatch.filter(reversed(bare), place)]
+                named = {arm: bare[arm] for arm in names}
+            if chosen := {*arms} & named.keys():
+                named = {arm: options for arm, options in named.items() if arm in chosen}
+            plain = {**plain, "arms": named}
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
         is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.evaluation.load_model import block_length, load_model, load_model_tokenizer
+from coupled_adam.lab.evaluation.load_model import block_length, load_model
 from coupled_adam.runs import MODEL
+from coupled_adam.text.tokenizers import load_tokenizer
 
 from .run import HERE, machine, read_results, write_results
 
@@ -142,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     content = read_results(options.out)
     for run in options.runs:
-        model, tokenizer = load_model(run / MODEL, "cpu"), load_model_tokenizer(run / MODEL)
+        model, tokenizer = load_model(run / MODEL, "cpu"), load_tokenizer(run / MODEL)
         context = block_length(model)
 
         def fits(answer: str, encode: Any = tokenizer.encode, context: int = context) -> bool:

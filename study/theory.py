@@ -34,7 +34,6 @@ from coupled_adam.lab.evaluation.load_model import (
     block_length,
     check_model,
     load_model,
-    load_model_tokenizer,
     trusted_run,
 )
 from coupled_adam.lab.models import require_causal
@@ -42,7 +41,7 @@ from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR, drawn
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
-from coupled_adam.text.tokenizers import text_tokens
+from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
 Side = Literal["output", "input", "both"]
 OPTIMIZERS = ("SGD", "AdamW", "Coupled Adam")
@@ -132,7 +131,7 @@ def measure_folder(
             raise UsageError(f"{folder} is a model: name a text for it with --text")
         model = load_model(folder, device)
         require_causal(model, folder)
-        tokens = text_tokens(text, load_model_tokenizer(folder))
+        tokens = text_tokens(text, load_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
     taken = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
     return measure_theory(model, taken, betas=betas, eps=eps)

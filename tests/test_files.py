@@ -171,16 +171,6 @@ def test_a_disk_that_is_full_for_numbers(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_link_is_no_lock(tmp_path):
-    """It may lead to a file of somebody else's, and locking another file locks nothing here."""
-    (tmp_path / outputs.LOCK).symlink_to(tmp_path / "elsewhere")
-    with (
-        pytest.raises(UsageError, match=r"\.lock is a link, by which nothing is locked: remove it"),
-        outputs.sole_writer(tmp_path),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("content", [b"\xff", b"{"], ids=["no UTF-8", "half"])
 def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "x.json"

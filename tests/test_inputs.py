@@ -1,4 +1,4 @@
-"""What users bring is opened in one room, which waits for nothing and builds nothing too large."""
+"""What users bring is opened in one room, which waits for nothing."""
 
 import ast
 import os
@@ -8,14 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import coupled_adam
-import token_models
-from coupled_adam import cli, inputs
+from coupled_adam import inputs
 from coupled_adam.errors import UsageError
 
 SOURCE = Path(coupled_adam.__file__).parent
@@ -50,23 +45,14 @@ def kinds(tmp_path):
     """A file of each kind that has no end, or is no whole file of numbers."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
-    with (tmp_path / "large").open("wb") as file:
-        file.truncate(2**28 + 1)
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("pipe", "it is a pipe or a device"),
-        ("zero", "it is a pipe or a device"),
-        ("large", "it has 268,435,457 bytes, and may have"),
-    ],
-)
-def test_texts_have_an_end(name, message, kinds):
-    with pytest.raises(OSError, match=message):
+@pytest.mark.parametrize("name", ["pipe", "zero"])
+def test_texts_have_an_end(name, kinds):
+    with pytest.raises(OSError, match="it is a pipe or a device"):
         inputs.read_text(kinds / name)
-    with pytest.raises(UsageError, match=rf"{name} cannot be read \(.*{message}"):
+    with pytest.raises(UsageError, match=rf"{name} cannot be read \(it is a pipe or a device"):
         inputs.read_own(kinds / name, str)
 
 
@@ -87,29 +73,3 @@ def test_arrays_are_numbers(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"not a \.npy file of numbers"):
             inputs.read_array(path)
-
-
-def test_a_model_fits_into_memory():
-    """While it is built, before its parameters have memory."""
-    config = GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=60, n_positions=8)
-    with inputs.bounded_model(), torch.device("meta"):
-        GPT2LMHeadModel(config)
-    shape = r"takes .* GB or more, .*weight has the shape \[1000000"
-    with pytest.raises(ValueError, match=shape), inputs.bounded_model(), torch.device("meta"):
-        nn.Linear(10**6, 10**9)
-    with inputs.bounded_model(in_memory=False), torch.device("meta"):
-        nn.Linear(10**6, 10**9)  # as of a model that many machines share
-    nn.Linear(3, 3)  # outside of the block nothing is counted
-
-
-def test_a_tokenizer_that_panics_is_one_line(tmp_path, capsys):
-    """Rust's PanicException is no Exception: the regular expression goes back too often."""
-    model = token_models.gpt2(0, vocab_size=60)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "text.txt").write_text("a" * 5000 + "b " + "ab " * 3000)
-    line = ["analyze", tmp_path / "model", "--tokenizer", tmp_path / "tokenizer.json"]
-    assert cli.main([*map(str, line), "--text", str(tmp_path / "text.txt")]) == 2
-    assert "error: a tokenizer cannot process the text: " in capsys.readouterr().err

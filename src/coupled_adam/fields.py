@@ -73,13 +73,10 @@ def meanings(cls: type[Any]) -> dict[str, str]:
 
 
 def checked(cls: type[T], values: Any, shown: Callable[[str, str], str] = "{}={}".format) -> T:
-    """An instance of a dataclass from plain values.
+    """An instance of a dataclass from plain values; ``shown`` shows a key and its value in errors.
 
-    Args:
-        shown: how errors show a key and its value, as the user typed them.
-
-    Raises:
-        UsageError: a key is unknown or missing, or a value has the wrong type or is out of range.
+    Raises UsageError if a key is unknown or missing, or a value has the wrong type or is out of
+    range.
     """
     try:
         instance: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]  # it is hashable

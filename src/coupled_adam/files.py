@@ -28,8 +28,7 @@ T = TypeVar("T")
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file as :func:`new_file` does.
 
-    Raises:
-        OSError: if the disk is full or the folder is not writable; an existing file is kept.
+    Raises OSError if the disk is full or the folder is not writable; an existing file is kept.
     """
     with new_file(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -37,11 +36,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield an empty file to fill, which becomes ``path`` if the block ends without an error.
-
-    Raises:
-        OSError: as :func:`write_atomically`.
-    """
+    """Yield an empty file to fill, which becomes ``path`` if the block ends without an error."""
     with _becoming(path, lambda temporary: temporary.touch(exist_ok=False)) as temporary:
         yield temporary
 
@@ -50,8 +45,7 @@ def new_file(path: Path) -> Iterator[Path]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
 
-    Raises:
-        OSError: the disk is full, the place is not writable, or ``path`` has something in it.
+    Raises OSError if the disk is full, the place is not writable, or ``path`` has something in it.
     """
     with _becoming(path, Path.mkdir) as temporary:
         yield temporary

@@ -1,4 +1,4 @@
-"""What users bring: opened, read and bounded in one way, as it may be another person's.
+"""What users bring: opened and read in one way, as it may be another person's.
 
 Files are regular ones, whose content has an end, and nothing in them is executed.
 """
@@ -6,9 +6,7 @@ Files are regular ones, whose content has an end, and nothing in them is execute
 import contextlib
 import errno
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,16 +18,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LARGEST_TEXT = 2**28  # bytes of a file that is parsed as a whole, such as a configuration
-MOST_LAYERS = 1000
-"""More take too long to build, even on the meta device."""
-
 
 def regular(path: Path) -> Path:
     """The path of a file whose content has an end; everything that others bring is opened by it.
 
-    Raises:
-        OSError: it is a pipe, for which one would wait for ever, or a device.
+    Raises OSError if it is a pipe, for which one would wait for ever, or a device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", str(path))
@@ -92,14 +85,11 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a file that is parsed as a whole.
 
     Raises:
-        OSError: it cannot be read, or is no regular file, or has more than 256 MB, or is no text.
+        OSError: it cannot be read, or is no regular file, or is no text.
         UnicodeDecodeError: it is not text.
     """
     if is_no_text := file_format(first_bytes(path)):
         raise OSError(errno.EINVAL, f"it is {is_no_text}", str(path))
-    if (size := regular(path).stat().st_size) > _LARGEST_TEXT:
-        reason = f"it has {size:,} bytes, and may have {_LARGEST_TEXT:,}"
-        raise OSError(errno.EFBIG, reason, str(path))
     return path.read_text(encoding=encoding)
 
 
@@ -107,8 +97,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 def reading_own(path: Path) -> Iterator[None]:
     """Say of a file that this package has written whether it cannot be read, or is damaged.
 
-    Raises:
-        UsageError: if the block raises an error.
+    Raises UsageError if the block raises an error.
     """
     try:
         yield
@@ -131,9 +120,7 @@ def read_own(path: Path, parse: Callable[[str], T]) -> T:
 def read_array(path: Path) -> "np.memmap[Any, Any]":
     """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, or holds other things than numbers.
+    Raises OSError if it cannot be read, and ValueError if it is no such file, or of other things.
     """
     import numpy as np
 
@@ -169,55 +156,3 @@ def check_names_inside(
     for name in names:
         if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts:
             raise error(f"{source}: its index names {name}, which is outside of its folder")
-
-
-def _memory() -> int:
-    """The bytes of memory of this machine; where it is not known, more than any has."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return sys.maxsize
-
-
-@contextlib.contextmanager
-def bounded_model(in_memory: bool = True) -> Iterator[None]:
-    """Let no model be built in the block that does not fit into memory.
-
-    The parameters are counted as they are registered, which in transformers is before they get
-    memory.
-
-    Args:
-        in_memory: whether it will be in the memory of this machine.
-
-    Raises:
-        ValueError: in the block.
-    """
-    from torch import Tensor, nn
-    from torch.nn.modules import module as hooks
-
-    memory = _memory()
-    # By module and name, as those without memory are replaced by those with it.
-    sizes: dict[tuple[int, str], int] = {}
-    total = 0
-
-    def measure(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        nonlocal total
-        if tensor is None or (id(module), name) in sizes:
-            return
-        sizes[id(module), name] = tensor.nbytes
-        total += tensor.nbytes
-        if (
-            in_memory and total > 2 * memory
-        ):  # tied matrices count twice, and a part may be swapped out
-            raise ValueError(
-                f"the model that it describes takes {total / 1e9:.1f} GB or more, and this machine "
-                f"has {memory / 1e9:.1f} GB of memory ({name} has the shape {[*tensor.shape]})"
-            )
-
-    with contextlib.ExitStack() as stack:
-        for handle in (
-            hooks.register_module_parameter_registration_hook(measure),
-            hooks.register_module_buffer_registration_hook(measure),
-        ):
-            stack.callback(handle.remove)
-        yield

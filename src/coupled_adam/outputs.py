@@ -41,7 +41,6 @@ def check_outputs(overwrite: bool | None = None, **outputs: Path | None) -> None
             os.access(place, os.W_OK) and not is_below_a_file,
             f"{name} cannot be written: {place} is no folder to write to",
         )
-        require(is_utf8(path), f"{name} cannot be written: its name is not UTF-8")
         has_ending = option not in ("html", "explore") or path.suffix in (".html", ".htm")
         require(has_ending or _is_stream(path), f"{name} is a page: end its name in .html")
         # Two options may name one file in two ways, as by a link.
@@ -72,14 +71,11 @@ def _is_stream(path: Path) -> bool:
 def sole_writer(folder: Path, wait: float = 0) -> Iterator[None]:
     """Lock a folder against other writing processes; the system unlocks it when this one ends.
 
+    Raises UsageError if another process writes to it, or this one may not.
+
     Args:
         wait: the seconds to wait for another process.
-
-    Raises:
-        UsageError: if another process writes to it, or this one may not.
     """
-    is_link = (folder / LOCK).is_symlink()
-    require(not is_link, f"{folder / LOCK} is a link, by which nothing is locked: remove it")
     try:
         lock = FileLock(folder / LOCK).acquire(timeout=wait)
     except Timeout:
@@ -96,17 +92,12 @@ def sole_writer(folder: Path, wait: float = 0) -> Iterator[None]:
 def claimed(folder: Path, check: Callable[[], T]) -> Iterator[T]:
     """Make a folder if it is not there, and be its only writer until the block ends.
 
-    Args:
-        check: refuses a folder that must not be written to; what it returns is yielded. It is
-            called before anything is changed, and again when no other process can change it.
-
-    Raises:
-        UsageError: of ``check``; or the folder is in use, or cannot be written.
+    ``check`` refuses a folder that must not be written to; what it returns is yielded. It is called
+    before anything is changed, and again when no other process can change it. Raises UsageError if
+    the folder is in use, or cannot be written.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} exists, and is no folder: choose another name")
-    if not is_utf8(folder):
-        raise UsageError(f"--out {folder} cannot be written: its name is not UTF-8")
     check()
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -140,12 +131,3 @@ def check_unused(folder: Path, problem: str = "exists") -> None:
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"--out {folder} cannot be written ({error.strerror}): choose another folder")
-
-
-def is_utf8(path: Path) -> bool:
-    """Whether the name of a path can be written into files of text, as those of a run are."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -437,31 +437,10 @@ def test_the_whole_file_comes_before_an_index(tmp_path):
     assert torch.equal(load_embeddings(tmp_path)[1].matrix, whole["lm_head.weight"])
 
 
-FOLDERS = {
-    "adapter": (
-        {"adapter_config.json": '{"base_model_name_or_path": "gpt2"}'},
-        "adapter of gpt2 alone",
-    ),
-    "cache": (
-        {"models--gpt2/snapshots/0a/config.json": "{}"},
-        "a cache of the Hugging Face hub: name",
-    ),
-    "sentences": (
-        {"modules.json": "[]", "0_StaticEmbedding/model.safetensors": "x"},
-        "sentence-transformers: name the part with the embeddings, such as",
-    ),
-    "shards": ({"model-00001-of-00002.safetensors": "x"}, "holds shards, such as model-00001-of"),
-    "other": ({"tf_model.h5": "x", "README.md": "x"}, "it holds README.md, tf_model.h5"),
-}
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_without_weights_is_described(name, tmp_path):
-    files, message = FOLDERS[name]
-    for file, content in files.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("file", ["adapter_config.json", "model-1-of-2.safetensors", "tf_model.h5"])
+def test_a_folder_without_weights_is_described(file, tmp_path):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=f"nor an index of one; it holds {file}"):
         load_embeddings(tmp_path)
 
 

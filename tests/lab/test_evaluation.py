@@ -235,7 +235,7 @@ def test_a_text_that_is_shorter_than_a_block(gpt2, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     with pytest.raises(
-        UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block takes"
+        UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block"
     ):
         evaluate_model(gpt2, text=short)
 
@@ -339,7 +339,7 @@ def test_what_is_no_finished_run(run, capsys):
         capsys.readouterr().err
     )
     (folder / "unigram_counts.npy").rename(folder / "counts.npy")
-    with pytest.raises(UsageError, match=rf"{folder}/unigram_counts.npy is damaged.*: it is no fi"):
+    with pytest.raises(UsageError, match=rf"{folder}/unigram_counts.npy cannot be read"):
         evaluate_run(read_run(folder), corpus)
     (folder / "counts.npy").rename(folder / "unigram_counts.npy")
     (folder / "evaluation.json").unlink()

@@ -397,7 +397,7 @@ def test_bold(recipe):
         frame = frame_of_losses(recipe, losses)
         rows = arm_results(frame, **options)
         (note,) = footnotes(frame, **options)
-        return [row.run.arm_name for row in rows if row.metrics["test_loss"].bold], note
+        return [row.run.arm_name for row in rows if row.metrics["test_loss"].cell.bold], note
 
     three = {**LOSSES, "sgd": [2.55, 2.62, 2.7]}
     arms, note = bold(three)
@@ -426,16 +426,16 @@ def test_bold(recipe):
 def test_what_is_bold_on_a_page_is_what_it_says(recipe):
     """Pairs decide both: differences that agree are found, however much the seeds differ."""
     frame = frame_of_losses(recipe, {"adamw": [3.0, 4.0, 5.0], "coupled_adam": [2.9, 3.9, 4.91]})
-    for paired, expected in ((True, ["coupled_adam"]), (False, [])):
-        rows = arm_results(frame, paired=paired)
-        assert [row.run.arm_name for row in rows if row.metrics["test_loss"].bold] == expected
+    losses = {row.run.arm_name: row.metrics["test_loss"] for row in arm_results(frame)}
+    assert [arm for arm, metric in losses.items() if metric.page_cell.bold] == ["coupled_adam"]
+    assert not any(metric.cell.bold for metric in losses.values())
     (sentence, *_) = conclusion(frame, {})
     assert "Coupled Adam is lower than that of AdamW" in sentence
     # The other way round, the unpaired test alone would find one.
     frame = frame_of_losses(recipe, {"adamw": [3.0, 3.2, 3.4], "coupled_adam": [2.9, 2.85, 2.7]})
-    (ours,) = (r for r in arm_results(frame, paired=True) if r.run.arm_name == "coupled_adam")
+    (ours,) = (r for r in arm_results(frame) if r.run.arm_name == "coupled_adam")
     (sentence, *_) = conclusion(frame, {})
-    assert ours.metrics["test_loss"].bold == ("is lower than that of AdamW" in sentence)
+    assert ours.metrics["test_loss"].page_cell.bold == ("is lower than that of AdamW" in sentence)
 
 
 def test_a_report_is_told_what_is_bold(comparison):
@@ -546,7 +546,7 @@ def test_losses_over_other_data_are_not_compared(comparison):
     path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
     evaluation = json.loads(path.read_text())
     path.write_text(json.dumps({**evaluation, "test_loss": 0.1, "test_tokens": 32}))
-    with pytest.raises(UsageError, match=r"differ in test_tokens \(.*32.*evaluate them again"):
+    with pytest.raises(UsageError, match=r"differ in test_tokens \(.*32.*make a report of each"):
         report([comparison], comparison / "report")
 
 
@@ -597,7 +597,7 @@ def test_a_folder_without_runs_is_named(comparison, recipe, tmp_path):
     for name, said in {
         "missing": "there is no such folder",
         "file": "there is no such folder",
-        "empty": "no run is there",
+        "empty": "there is no run in it",
     }.items():
         wrong = tmp_path / name
         for folders in ([comparison, wrong], [wrong]):
@@ -606,7 +606,7 @@ def test_a_folder_without_runs_is_named(comparison, recipe, tmp_path):
     assert not (tmp_path / "missing").exists()
     assert not [*(tmp_path / "empty").iterdir()]
     (make_run(tmp_path / "new", recipe, "adamw", 1, 3.0) / "evaluation.json").unlink()
-    with pytest.raises(UsageError, match="no finished run is there"):
+    with pytest.raises(UsageError, match="there is no finished run in it"):
         report([tmp_path / "new"], tmp_path / "new" / "report")
     assert not (tmp_path / "new" / "report").exists()
 
@@ -748,7 +748,7 @@ def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
         report([comparison], out)
     assert snapshot(out) == before
     assert [path.name for path in comparison.glob("report*")] == ["report"]
-    with pytest.raises(UsageError, match="no run is there"):
+    with pytest.raises(UsageError, match="there is no run in it"):
         report([out / "figures"], out)
 
 

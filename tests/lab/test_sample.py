@@ -53,7 +53,7 @@ def test_random_texts(loaded):
 def test_a_tokenizer_with_more_tokens_than_the_model(loaded):
     model, tokenizer = loaded
     model.resize_token_embeddings(300)
-    with pytest.raises(UsageError, match=r"its tokenizer does not fit its model: .* have 300 rows"):
+    with pytest.raises(UsageError, match="its tokenizer does not fit its model: it has the token"):
         sample(model, tokenizer, "The list is this one")
 
 

@@ -27,7 +27,7 @@ from coupled_adam.errors import (
 )
 
 _READER_GONE = 141
-"""The exit code if the reader of an output has gone: 128 + SIGPIPE."""
+"""The exit code where what read an output has gone: 128 + SIGPIPE."""
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -36,7 +36,7 @@ COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
     "evaluate": "evaluate a run, or any causal language model",
-    "sample": "print text that models write",
+    "sample": "print texts that models write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
     "repair": "write a copy of a model in which dead embeddings are repaired",
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
     75: stopped by SIGTERM; training leaves a checkpoint. 130: interrupted by the user. After 1, 75
-    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but the reader of
-    the output has gone.
+    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but what read the
+    output went away.
     """
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options = parsed(command, words[1:])
         quiet_libraries()
-        _check_current_folder()
         with _sigterm_raises():
             command.run(options)
         sys.stdout.flush()
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
-        # Each of several processes says what went wrong in it, and the first what all of them know.
+        # Of several processes each says what went wrong in it, and the first what all of them know.
         is_shared = isinstance(error, UsageError | TrainingError)
         if process_number() and (not is_shared or isinstance(error, LostProcessError)):
             print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)
@@ -116,19 +115,7 @@ def _explained(error: BaseException, command: str, resume: str) -> tuple[int, st
             return 1, one_line(f"{os.strerror(error.errno)}{where}{resume}")
         case _ if lacks_resources(error):
             return 1, f"out of memory or threads: {one_line(error)}{resume}"
-        case BaseException() if type(error).__name__ == "PanicException":
-            # Of the package tokenizers, for a regular expression that is never done, for example.
-            return 2, f"a tokenizer cannot process the text: {one_line(error)}"
     return 0, ""
-
-
-def _check_current_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UsageError(
-            f"the current folder cannot be used ({error.strerror}): go to another one"
-        ) from None
 
 
 def load_command(name: str) -> ModuleType:

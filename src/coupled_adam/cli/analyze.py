@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from coupled_adam.embeddings.analysis import Analysis, Answer
-    from coupled_adam.embeddings.changes import Comparison
-    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,14 +38,14 @@ class Options(AnalysisInputs, MeasuringOptions):
     all: show all measures, also with the mean removed, and without the top directions.
     explain: say what the measures mean, and for which use.
     undertrained: name the tokens that were hardly trained.
-    verify: ask the model to repeat each of them (needs [lab]).
+    verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
     neighbours: the nearest neighbours of these tokens (texts, or ids as '#42').
     duplicates: name the rows that are nearly equal to another one.
     compare: show what changed from the first MODEL to the second.
-    show: how many tokens a table in the terminal lists; --json has all.
+    show: how many tokens a table in the terminal names; --json has all.
     html: write a page with the table and pictures.
     explore: write a page with a map of the tokens to explore.
-    export: write all that is known about each token as Parquet, for embedding-atlas.
+    export: write all that is known of each token as Parquet, for embedding-atlas.
     """
 
     models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
@@ -69,6 +67,7 @@ def run(options: Options) -> None:
     from coupled_adam.embeddings import analysis, analysis_tables
     from coupled_adam.embeddings.changes import compare_analyses
     from coupled_adam.embeddings.diagnosis import NO_VERDICT
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
     # What cannot be done is refused before the matrices are measured, which may take minutes.
     _check(options)
@@ -91,16 +90,28 @@ def run(options: Options) -> None:
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for entries in by_model for entry in entries]
-    undertrained = _undertrained(options, analyses, folders, device)
-    answers = _answers(options, analyses)
+    answers = _answers(options, analyses, folders, device)
     comparisons = []
     if options.compare:
         with working("what changed"):
             comparisons = compare_analyses(*by_model)
-    # Pages are made before anything is printed, so that an error leaves no partial result.
-    contents = _contents(options, analyses, undertrained, answers, comparisons)
-    if options.undertrained:
-        answers = [*(report.answer(options.show) for report in undertrained), *answers]
+    # Pages are made before anything is printed, so that an error leaves no half of a result.
+    mapped = [answer for answer in answers if isinstance(answer, UndertrainedReport)]
+    if not options.undertrained:  # they only color a map
+        answers = [answer for answer in answers if not isinstance(answer, UndertrainedReport)]
+    contents: list[tuple[Path, str | bytes]] = []
+    if options.html is not None:
+        from coupled_adam.embeddings.analysis_page import analyses_page
+
+        contents.append((options.html, analyses_page(analyses, answers)))
+    if options.export is not None or options.explore is not None:
+        from coupled_adam.embeddings.explorer import explorer_page, export
+
+        with working("neighbours for the map"):
+            if options.export is not None:
+                contents.append((options.export, export(mapped, comparisons)))
+            if options.explore is not None:
+                contents.append((options.explore, explorer_page(mapped, comparisons)))
     written = []
     try:
         for path, content in contents:
@@ -110,28 +121,26 @@ def run(options: Options) -> None:
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            # What the models answered is part of what is said of their matrices.
-            told: Sequence[Analysis | UndertrainedReport] = undertrained or analyses
-            for entry, said in zip(analyses, told):
-                sentences = said.diagnosis if options.explain else said.verdict
-                show(f"{entry.label}: {' '.join(sentences)}")
+            for entry in analyses:
+                said = [s for answer in answers if answer.analysis is entry for s in answer.said]
+                sentences = entry.diagnosis if options.explain else entry.diagnosis[:1]
+                show(f"{entry.label}: {' '.join([*sentences, *said])}")
             if options.explain:
                 show(NO_VERDICT)
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())
-            for answer in answers:
-                show(answer.table)
-            for comparison in comparisons:
-                show(comparison.table(options.show))
+            for answer in [*answers, *comparisons]:
+                show(answer.shown(options.show))
             for path in written:
                 show(f"written: {path}")
 
 
-def _undertrained(
+def _answers(
     options: Options, analyses: Sequence[Analysis], folders: Mapping[str, Path], device: str
-) -> list[UndertrainedReport]:
-    """The under-trained tokens of each matrix, by which a map colors tokens, too."""
+) -> list[Answer]:
+    """What is asked about the tokens of each matrix; a map is colored by the under-trained ones."""
+    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
     from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
 
     @functools.lru_cache(maxsize=1)  # a model is loaded once, for both of its matrices
@@ -143,57 +152,24 @@ def _undertrained(
         require_causal(model, name)
         return model, block_length(model)
 
-    is_mapped = options.explore is not None or options.export is not None
-    reports = []
-    for entry in analyses if options.undertrained or is_mapped else ():
-        with working(f"under-trained tokens, {entry.label}"):
-            report = find_undertrained(entry)
-            if options.verify:
-                report = verify_undertrained(report, *loaded(entry.model))
-            reports.append(report)
-    return reports
+    def undertrained(entry: Analysis) -> Answer:
+        report = find_undertrained(entry)
+        return verify_undertrained(report, *loaded(entry.model)) if options.verify else report
 
-
-def _answers(options: Options, analyses: Sequence[Analysis]) -> list[Answer]:
-    """The neighbours and the duplicates of each matrix."""
-    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
-
-    # Matrix by matrix, so that the tables of one stand together.
+    questions: dict[str, Callable[[Analysis], Answer]] = {}
+    if options.undertrained or options.explore or options.export:
+        questions["under-trained tokens"] = undertrained
+    if options.neighbours:
+        questions["neighbours"] = lambda entry: find_neighbours(entry, options.neighbours or ())
+    if options.duplicates:
+        questions["duplicates"] = find_duplicates
     answers = []
+    # Matrix by matrix, so that the tables of one stand together.
     for entry in analyses:
-        if options.neighbours:
-            with working(f"neighbours, {entry.label}"):
-                answers.append(find_neighbours(entry, options.neighbours))
-        if options.duplicates:
-            with working(f"duplicates, {entry.label}"):
-                answers.append(find_duplicates(entry, options.show))
+        for title, answer in questions.items():
+            with working(f"{title}, {entry.label}"):
+                answers.append(answer(entry))
     return answers
-
-
-def _contents(
-    options: Options,
-    analyses: Sequence[Analysis],
-    undertrained: Sequence[UndertrainedReport],
-    answers: Sequence[Answer],
-    comparisons: Sequence[Comparison],
-) -> list[tuple[Path, str | bytes]]:
-    """The name and content of each file to write."""
-    contents: list[tuple[Path, str | bytes]] = []
-    if options.html is not None:
-        from coupled_adam.embeddings.analysis_page import analyses_page
-
-        named = undertrained if options.undertrained else []  # and not only to color a map
-        tables = [answer.table for answer in answers]
-        contents.append((options.html, analyses_page(analyses, named, tables)))
-    if options.export is not None or options.explore is not None:
-        from coupled_adam.embeddings.explorer import explorer_page, export
-
-        with working("neighbours for the map"):
-            if options.export is not None:
-                contents.append((options.export, export(undertrained, comparisons)))
-            if options.explore is not None:
-                contents.append((options.explore, explorer_page(undertrained, comparisons)))
-    return contents
 
 
 def _folders_to_ask(options: Options) -> dict[str, Path]:
@@ -216,7 +192,7 @@ def _folders_to_ask(options: Options) -> dict[str, Path]:
 
 
 def _check(options: Options) -> None:
-    """Raise UsageError for options that exclude each other, or lack another one."""
+    """Raise UsageError for options that exclude each other, or that something is missing for."""
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
@@ -225,11 +201,9 @@ def _check(options: Options) -> None:
     if options.tokens == []:
         raise UsageError("--tokens needs files of token ids, such as train.bin")
     if options.token_dtype is not None and options.tokens is None:
-        raise UsageError(
-            f"--token-dtype {options.token_dtype} applies to token files: add --tokens"
-        )
+        raise UsageError(f"--token-dtype {options.token_dtype} is about token files: add --tokens")
     if options.verify and not options.undertrained:
-        raise UsageError("--verify checks under-trained tokens: add --undertrained")
+        raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_outputs(

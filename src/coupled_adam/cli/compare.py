@@ -72,7 +72,7 @@ def run(options: Options) -> None:
 
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
-    from coupled_adam.lab.training.train import step_seconds
+    from coupled_adam.lab.training.train import try_out
     from coupled_adam.rendering.tables import Table
 
     # One that was extended has more arms and seeds than a recipe that is named.
@@ -85,12 +85,10 @@ def run(options: Options) -> None:
 
     if options.dry_run:
         rows = [[name, arm.label] for name, arm in recipe.arms.items()]
-        seconds = step_seconds(recipe, execution) * recipe.steps
+        shape = (recipe.training.batch_size, recipe.training.sequence_length + 1)
+        minutes = try_out(recipe, execution, shape) * recipe.steps / 60
         runs = len(recipe.arms) * len(recipe.seeds)
-        times = " and ".join(
-            f"{t / 60:,.0f} min" if t > 99 else f"{t:.0f} s" for t in (seconds, seconds * runs)
-        )
-        note = f"{runs} runs; the steps of one, and of all, would take about {times} here"
+        note = f"{runs} runs, whose steps would take about {minutes:,.1f} min each here"
         show(Table(("arm", "optimizer and options"), rows, notes=[note], left=(0, 1)))
         return
 

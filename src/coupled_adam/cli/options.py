@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import importlib.util
 import os
 import re
@@ -27,7 +26,7 @@ DEFAULT_RECIPE = "demo"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
-    """The device that computes.
+    """Where it is computed.
 
     device: cuda, cuda:1, mps or cpu; auto takes the first of cuda, mps and cpu that is available.
     """
@@ -63,10 +62,10 @@ class ModelOptions(DeviceOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(ModelOptions):
-    """How models are measured, and whether files are replaced.
+    """How models are measured, and what becomes of files.
 
-    word_similarity: a folder with word-similarity sets as published, or 'download', which fetches
-        and keeps them.
+    word_similarity: a folder with word-similarity sets as published; 'download' downloads and keeps
+        them.
     overwrite: replace files that exist.
     """
 
@@ -97,17 +96,17 @@ class RunOptions(DeviceOption, Execution):
     def recipe_of(self, plain: Mapping[str, Any], arms: Collection[str] = ()) -> Recipe:
         """The recipe of plain values, with those of the command line.
 
-        Args:
-            arms: those that are chosen, before lists of values make several of each; all by
-                default, or if one is none of the recipe's.
-
-        Raises:
-            UsageError: they are not valid, or would execute code that the user has not named.
+        ``arms`` are chosen before lists of values make several of each; all are, if one is none of
+        the recipe's. Raises UsageError if values are not valid, or would execute code that is not
+        named.
         """
         from coupled_adam.lab.recipe import Recipe, read_yaml, recipe_from, with_values
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
+        if isinstance(plain.get("arms"), dict) and (chosen := {*arms} & plain["arms"].keys()):
+            named = {arm: options for arm, options in plain["arms"].items() if arm in chosen}
+            plain = {**plain, "arms": named}
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
@@ -132,16 +131,6 @@ class RunOptions(DeviceOption, Execution):
                 value = read_yaml(f"[{text}]", f"--{key}")
             is_sweep = key == "training.lr" and isinstance(value, list)
             values["arms.*.lr" if is_sweep else key] = value
-        if isinstance(named := plain.get("arms"), dict):
-            several = [key.split(".") for key, value in values.items() if isinstance(value, list)]
-            swept = [places[1] for places in several if places[0] == "arms"]
-            if self.resume and swept:  # numbered arms are stored: the first of each stands for all
-                bare = {re.sub(r"-\d+$", "", arm): named[arm] for arm in reversed(named)}
-                names = [arm for place in swept for arm in fnmatch.filter(reversed(bare), place)]
-                named = {arm: bare[arm] for arm in names}
-            if chosen := {*arms} & named.keys():
-                named = {arm: options for arm, options in named.items() if arm in chosen}
-            plain = {**plain, "arms": named}
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
         is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
@@ -166,27 +155,28 @@ class RunOptions(DeviceOption, Execution):
                 f"note: the learning rate rises until the end, as training.warmup is "
                 f"{recipe.training.warmup:g} and a run has {recipe.steps} steps"
             )
-        # Otherwise errors would show only after the corpus has been prepared.
+        # What is missing or wrong would otherwise show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
-        device = self.usable_device()
+        execution = dataclasses.replace(self, device=self.usable_device())
         load_variant(recipe.variant)
-        # A model that is too large for one GPU, or not the recipe's, is only built without weights.
-        if recipe.variant is not None or self.strategy == "fsdp2":
-            parameters(recipe)
-        else:
-            try_out(recipe, device)
-        if device == "cpu" and recipe.variant is None:
-            _limit_threads(parameters(recipe))
-        return dataclasses.replace(self, device=device)
+        number = parameters(recipe)
+        # A model that is too large for one GPU, or not the recipe's, is only built without weights,
+        # and of GPT-2 and StableLM the recipe says all.
+        is_known = recipe.model.architecture in ("gpt2", "stablelm")
+        if recipe.variant is None and self.strategy != "fsdp2" and not is_known:
+            try_out(recipe, execution, (2, 3))
+        if execution.device == "cpu" and recipe.variant is None:
+            _limit_threads(number)
+        return execution
 
 
 def _limit_threads(parameters: int) -> None:
     """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise.
 
-    Its operations take microseconds, and each waits for all threads: on busy cores, a step with a
-    thread for each core took 7 s instead of 0.5.
+    Its operations take microseconds, and each waits for all threads: where others need the cores,
+    too, a step with a thread for each core took 7 s instead of 0.5.
     """
     import torch
 
@@ -197,8 +187,7 @@ def _limit_threads(parameters: int) -> None:
 def arm_names(name: str, recipe: Recipe) -> list[str]:
     """The arms of a recipe that have a name, or whose numbers follow it after several values.
 
-    Raises:
-        UsageError: there is none.
+    Raises UsageError if there is none.
     """
     numbered = [arm for arm in recipe.arms if re.fullmatch(rf"{re.escape(name)}-\d+", arm)]
     hint = did_you_mean(name, recipe.arms)

@@ -1,7 +1,7 @@
-"""Print text that models write.
+"""Print texts that models write.
 
-A comparison stands for its arms, with its first seed. All models continue the same prompt, with the
-same random numbers.
+For a comparison those of all its arms, with its first seed. Each model continues the same prompt,
+with the same random numbers.
 
 example: coupled-adam sample runs/demo --prompt "The list"
 """
@@ -26,7 +26,7 @@ class Options(ModelOptions):
     prompt: the beginning of the text (default: a new document).
     tokens: how many to write at most.
     temperature: lower is less random; 0 takes the most probable token every time.
-    seed: the seed of the random numbers.
+    seed: of the random numbers.
     """
 
     models: list[str] = field(metadata={"metavar": "MODEL"})
@@ -38,13 +38,11 @@ class Options(ModelOptions):
 
 def run(options: Options) -> None:
     """Let the models write texts, and print them."""
-    from coupled_adam.lab.evaluation.load_model import (
-        load_model,
-        load_model_tokenizer,
-    )
+    from coupled_adam.lab.evaluation.load_model import load_model
     from coupled_adam.lab.evaluation.sample import sample
     from coupled_adam.lab.models import require_causal
     from coupled_adam.runs import model_source
+    from coupled_adam.text.tokenizers import load_tokenizer
 
     device = options.usable_device()
     # All texts before the first is printed, so that an error leaves no half of a result.
@@ -54,7 +52,7 @@ def run(options: Options) -> None:
         source = model_source(name)
         model = load_model(source, device, options.revision)
         require_causal(model, source)
-        tokenizer = load_model_tokenizer(source, options.revision)
+        tokenizer = load_tokenizer(source, options.revision)
         texts[name] = sample(
             model,
             tokenizer,

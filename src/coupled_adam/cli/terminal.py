@@ -1,4 +1,4 @@
-"""Standard output and standard error, and what is printed there."""
+"""Standard output and standard error: what is printed there, and where it is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def open_streams() -> None:
     """Open the standard streams that are closed (``>&-``), to nothing.
 
-    Otherwise a file would get their number, and printed text would be written into it.
+    Otherwise a file would get their number, and what is printed would be written into it.
     """
     # The system gives the lowest number that is free; the first above 2 is one too many.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -38,7 +38,7 @@ def open_streams() -> None:
 
 
 class Stream:
-    """Standard output or error; the command goes on when its reader (``head``) has gone."""
+    """Standard output or error; the command goes on when what reads it (``head``) has gone."""
 
     reader_has_gone = False  # of either
 
@@ -46,18 +46,21 @@ class Stream:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        if callable(value):  # the same the next time
+            setattr(self, name, value)
+        return value
 
     def write(self, text: str) -> None:
         """Write a text."""
         self._unless_gone(self._stream.write, text)
 
     def flush(self) -> None:
-        """Pass on what has been written."""
+        """Hand on what has been written."""
         self._unless_gone(self._stream.flush)
 
     def discard(self) -> None:
-        """Discard what is still to be written, after the stream could not take it."""
+        """Send to nothing what is still to be written, after the stream could not take it."""
         # Below Python's object, whose buffer Python writes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -91,6 +94,8 @@ def show(content: RenderableType) -> None:
     # Here, whatever is shown, as names of files and folders may be other people's.
     segments = (
         segment._replace(text="\n".join(map(printable, segment.text.split("\n"))))
+        if not segment.text.isprintable() and segment.text != "\n"
+        else segment
         for segment in terminal.render(content)
     )
     terminal.print(Segments(segments), end="")
@@ -108,17 +113,12 @@ def working(label: str) -> Iterator[None]:
         yield
 
 
-_SIZES = {"RANK": "WORLD_SIZE", "SLURM_PROCID": "SLURM_NTASKS"}
-
-
 def process_number() -> int:
     """The number of this process among those that torchrun or srun has started; otherwise 0."""
     # RANK alone is a word that other programs leave in an environment, too.
     name = "RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_PROCID"
-    number, size = (os.environ.get(x, "") for x in (name, _SIZES[name]))
-    if not number.isdecimal() or (size.isdecimal() and int(number) >= int(size)):
-        return 0  # what is wrong with such a number should be heard
-    return int(number)
+    number = os.environ.get(name, "")
+    return int(number) if number.isdecimal() else 0
 
 
 def quiet_libraries() -> None:
@@ -136,5 +136,5 @@ def quiet_libraries() -> None:
 
 
 def _warning(message: Warning | str, *_: object) -> str:
-    """A warning as users see it, without its place in the source."""
+    """A warning as users see it, without the place in the source that it comes from."""
     return f"coupled-adam: warning: {one_line(message)}\n"

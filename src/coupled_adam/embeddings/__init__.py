@@ -31,8 +31,7 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error}: coupled_adam.embeddings needs an extra, {install('embeddings')}",
-        name=error.name,
+        f"{error}: coupled_adam.embeddings needs an extra, {install('embeddings')}", name=error.name
     ) from None
 
 __all__ = [

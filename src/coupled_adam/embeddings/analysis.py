@@ -47,8 +47,8 @@ class Analysis:
     norms: Array  # [V], of all rows; NaN for those that are not finite
     dead: list[int]  # the rows that are zero or not finite, which are never measured
     tiny: list[int]  # other rows that a repair would replace
-    repair: str  # the command that gives dead rows new values; empty where it would be refused
-    recenter: str  # the command that removes the mean; empty where it would be refused
+    repair_command: str  # which gives dead rows new values; empty where it would be refused
+    recenter_command: str  # which removes the mean; empty where it would be refused
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class Analysis:
         entry = self.embeddings
         if entry.role == "embeddings":  # of which nothing is known
             return self.name
-        side = f"{entry.side} " if entry.role == "input" and entry.side else ""
+        side = f"{entry.side} " * (entry.role == "input" and bool(entry.side))
         return f"{self.name}, {side}{entry.role}"
 
     @functools.cached_property
@@ -73,17 +73,12 @@ class Analysis:
             dead=[self.vocabulary.name(row) for row in self.dead],
             tiny=[self.vocabulary.name(row) for row in self.tiny],
             left_out=self.embeddings.left_out,
-            repair=self.repair,
-            recenter=self.recenter,
+            repair=self.repair_command,
+            recenter=self.recenter_command,
         )
 
     @property
-    def verdict(self) -> list[str]:
-        """The first of these sentences."""
-        return self.diagnosis[:1]
-
-    @property
-    def matrix(self) -> dict[str, str]:
+    def identity(self) -> dict[str, str]:
         """Which matrix it is, for JSON."""
         entry = self.embeddings
         return {"model": self.model, "role": entry.role, "tensor": entry.tensor}
@@ -101,7 +96,7 @@ class Analysis:
         """A dict for JSON: a description of the matrix, and the report's attributes."""
         return {
             "diagnosis": self.diagnosis,
-            **self.matrix,
+            **self.identity,
             "left_out": [*self.embeddings.left_out],
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
@@ -113,11 +108,21 @@ class Analysis:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was found out about the tokens of a matrix beyond its measures."""
+    """The answer to a question about the tokens of a matrix, beyond its measures."""
 
     analysis: Analysis
     numbers: dict[str, Any]  # for JSON
-    table: Table  # for the terminal
+    table: Table  # of all tokens
+    said: Sequence[str] = ()  # what it adds to the verdict
+    is_ranking: bool = True  # whether the first rows of the table matter most
+
+    def shown(self, number: int) -> Table:
+        """The table, or the first rows of a ranking."""
+        hidden = len(self.table.rows) - number
+        if not self.is_ranking or hidden <= 0:
+            return self.table
+        notes = [*self.table.notes, f"{hidden} more are not shown; --json has them"]
+        return dataclasses.replace(self.table, rows=self.table.rows[:number], notes=notes)
 
 
 def analyze_model(
@@ -133,19 +138,15 @@ def analyze_model(
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
-    Rows that are zero or not finite are left out, and those that ``inputs`` excludes.
+    Rows that are zero or not finite are left out, and those that ``inputs`` excludes. Raises
+    UsageError if there is no such model, or no embeddings or token in it; if counts, a tokenizer or
+    a text do not fit the embeddings, or are needed but were not given.
 
     Args:
-        model: as :func:`load_embeddings` takes it; so is ``revision``.
+        model, revision: as :func:`load_embeddings` takes them.
         name: what it is called in tables; None is its last name.
-        sets: word-similarity sets, as :func:`word_similarity_sets` returns them.
         tokens: those that the model must have, as :meth:`Vocabulary.row` takes them.
-        device: where the measures are computed.
         status: shows what is being measured.
-
-    Raises:
-        UsageError: if there is no such model, or no embeddings or token in it; if counts, a
-            tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
     (name,) = [name] if name else shortest_names([model])
     with prefixed_usage_error("", (ValueError, OSError)):
@@ -189,8 +190,8 @@ def analyze_model(
                 norms=norms,
                 dead=dead,
                 tiny=tiny,
-                repair=repair,
-                recenter=recenter,
+                repair_command=repair,
+                recenter_command=recenter,
                 tokenizer=tokenizer,
             )
         )
@@ -227,8 +228,7 @@ def find_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that ``--tokenizer`` names, or a model's own; None if it has none.
 
-    Raises:
-        UsageError: if the named one cannot be read, or there is none and it is needed.
+    Raises UsageError if the named one cannot be read, or there is none and it is needed.
     """
     if named is not None:
         with prefixed_usage_error("--tokenizer ", UsageError):
@@ -282,8 +282,7 @@ def _read_counts(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
     if counts.ndim != 1 or missing < 0 or (missing > 0 and not is_padding):
         raise ValueError(
             f"{path} has the shape {list(counts.shape)}, but must hold one number for each of the "
-            f"{rows} rows of the embeddings; only padding at their end may be left out, where a "
-            "tokenizer tells which rows are padding"
+            f"{rows} rows of the embeddings, except padding at their end"
         )
     return np.append(counts, np.zeros(missing, counts.dtype))
 

@@ -9,34 +9,26 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coupled_adam.embeddings import pictures
-from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.analysis_tables import analyses_table, references_table
 from coupled_adam.embeddings.diagnosis import NO_VERDICT
 from coupled_adam.embeddings.measures import MEASURES, small_print
-from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import COLORS, Picture, single
-from coupled_adam.rendering.tables import Table
 
 _TOKENS = 30  # that a page names; a map has all
 
 
-def analyses_page(
-    analyses: Sequence[Analysis],
-    undertrained: Sequence[UndertrainedReport] = (),
-    tables: Sequence[Table] = (),
-) -> str:
-    """The diagnosis, the first measures, the pictures, and all measures as one page of HTML.
-
-    If the under-trained tokens of each matrix are given, they are named, too; so is what the other
-    tables say of tokens.
-    """
-    labels = [analysis.label for analysis in analyses]
+def analyses_page(analyses: Sequence[Analysis], answers: Sequence[Answer] = ()) -> str:
+    """The diagnosis, first measures, pictures, answers and all measures as one page of HTML."""
+    said = [
+        [s for answer in answers if answer.analysis is a for s in answer.said] for a in analyses
+    ]
     values = {
         "title": f"Embeddings: {', '.join(dict.fromkeys(a.name for a in analyses))}",
-        "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
+        "diagnoses": [(a.label, [*a.diagnosis, *more]) for a, more in zip(analyses, said)],
         "no_verdict": NO_VERDICT,
-        "tokens": [*(named.table(_TOKENS) for named in undertrained), *tables],
+        "tokens": [answer.shown(_TOKENS) for answer in answers],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, all_measures=True),
         "references": references_table(),
@@ -66,11 +58,10 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
                 counts = _measured(analysis.counts, analysis)
                 pictures.plot_norms(ax, _measured(analysis.norms, analysis), counts, *style)
 
-    unseen = filter(None, map(_unseen, analyses))
     drawn = [
         _clouds(analyses, styles),
         single(spectra, "Singular values relative to the largest."),
-        single(norms, " ".join(["Norms of the embeddings.", *unseen])),
+        single(norms, "Norms of the embeddings."),
     ]
     if any(analysis.counts is not None for analysis in analyses):
         drawn.append(single(frequencies, "Norms against how often the tokens occur."))
@@ -93,18 +84,6 @@ def _clouds(analyses: Sequence[Analysis], styles: Sequence[tuple[str, str]]) -> 
         figure,
         "The embeddings projected onto the direction of their mean (horizontal) and onto the "
         "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin.",
-    )
-
-
-def _unseen(analysis: Analysis) -> str:
-    """Where the tokens lie that never occur, whose rows often are a peak of their own."""
-    if analysis.counts is None or not (number := analysis.report.unseen_tokens):
-        return ""
-    unseen = _measured(analysis.norms, analysis)[_measured(analysis.counts, analysis) == 0]
-    low, high = np.quantile(unseen, (0.1, 0.9))
-    return (
-        f"Of {analysis.label} the {number} tokens that never occur have norms of {low:.2g} to "
-        f"{high:.2g} (four fifths of them)."
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from coupled_adam.embeddings.analysis import Analysis, Answer
-from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
 from coupled_adam.embeddings.references import references
 from coupled_adam.embeddings.report import Row, measure_rows
@@ -44,7 +43,7 @@ def references_table() -> Table:
     for measure in MEASURES.values():
         values = [reference.medians.get(measure.key) for reference in references()]
         if any(value is not None for value in values):
-            rows.append([measure.label, measure.symbol, *map(measure.text, values)])
+            rows.append([measure.label, measure.symbol, *measure.texts(values)])
     names = [reference.name for reference in references()]
     return Table(["", "", *names], rows, "References, medians", left=(0, 1))
 
@@ -83,7 +82,7 @@ def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
 def analyses_json(
     analyses: Sequence[Analysis],
     answers: Sequence[Answer] = (),
-    comparisons: Sequence[Comparison] = (),
+    comparisons: Sequence[Answer] = (),
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
 
@@ -94,7 +93,7 @@ def analyses_json(
     for analysis, entry in zip(analyses, entries):
         for answer in answers:
             if answer.analysis is analysis:
-                entry |= answer.numbers
+                entry |= {"diagnosis": [*entry["diagnosis"], *answer.said], **answer.numbers}
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
         content = {"models": entries, "changes": [entry.numbers for entry in comparisons]}

@@ -1,9 +1,9 @@
 """What changed between two embedding matrices, such as those of two checkpoints."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.analysis import Analysis, Answer
 from coupled_adam.embeddings.geometry import Array, Embeddings
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, prefixed_usage_error
@@ -59,15 +59,13 @@ def compare(
 ) -> Changes:
     """Compare two matrices [V, H] and [V', H'] row by row and as a whole.
 
-    Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
-    ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Four
-    passes over the rows in float64, in bounded memory.
+    Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A|| ||B^T
+    B||) with Frobenius norms and the means removed. It is defined for any two widths. Four passes
+    over the rows in float64, in bounded memory. Raises ValueError if no rows belong together, or
+    all rows of one matrix are equal.
 
     Args:
         pairs: which rows belong together; by default those of the same id.
-
-    Raises:
-        ValueError: if no rows belong together, or all rows of one matrix are equal.
     """
     # 1. The norms of each pair
     same_id = np.arange(min(len(first), len(second)))
@@ -76,7 +74,10 @@ def compare(
         geometry.finite_rows(first)[1][first_rows],
         geometry.finite_rows(second)[1][second_rows],
     ]
-    ratios = _ratios(*norms)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = norms[1] / norms[0]
+    # Rows that are zero or not finite on either side have none.
+    ratios = np.where(np.isfinite(ratios) & (ratios != 0), ratios, np.nan)
     # 2. CKA. All else is over the pairs of rows that are finite on both sides.
     usable = np.flatnonzero(np.isfinite(norms[0] + norms[1]))
     if not len(usable):
@@ -94,13 +95,6 @@ def compare(
     cosines[usable] = usable_cosines
     shift = float((means[1] - means[0]).norm()) / float(norms[0][usable].mean())
     return Changes(cosines, ratios, cka, shift)
-
-
-def _ratios(before: Array, after: Array) -> Array:
-    """The ratios of norms, [n] each; NaN for rows that are zero or not finite on either side."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = after / before
-    return np.where(np.isfinite(ratios) & (ratios != 0), ratios, np.nan)
 
 
 def _mean_and_square(matrix: Embeddings, rows: Rows) -> tuple[Tensor, float]:
@@ -129,57 +123,45 @@ def _products(
     return cross, cosines
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """What changed from one analysis to another."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison(Answer):
+    """What changed from one analysis to another, which is the one that it is about."""
 
-    before: Analysis
-    after: Analysis
     changes: Changes
     rows: Rows  # [n], the row of each pair in the second matrix
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The names of the rows, of the first matrix if the second has no tokenizer."""
-        return max(self.after.vocabulary, self.before.vocabulary, key=lambda v: any(v.texts))
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """The numbers, and the tokens that moved most, as plain values."""
-        changes = self.changes
-        movers = []
-        for index in changes.movers(_MOVERS):
-            turned = None if changes.cosines is None else _finite(changes.cosines[index])
-            change = {"cosine": turned, "norm_ratio": _finite(changes.norm_ratios[index])}
-            token = self.after.token(int(self.rows[index]))
-            movers.append({**token, "token": self.vocabulary.texts[token["id"]], **change})
-        return {
-            "before": self.before.matrix,
-            "after": self.after.matrix,
-            "matched": len(self.rows),
-            "cka": changes.cka,
-            "mean_shift": changes.mean_shift,
-            "movers": movers,
-        }
-
-    def table(self, number: int) -> Table:
-        """The first of the movers, and the numbers below, for the terminal."""
-        numbers, name = self.numbers, self.vocabulary.name
-        rows = [
-            [
-                str(token["id"]),
-                name(token["id"]),
-                _shown(token["cosine"]),
-                _shown(token["norm_ratio"]),
-            ]
-            for token in numbers["movers"][:number]
-        ]
-        note = (
-            f"{numbers['matched']} tokens of both; linear CKA {_shown(numbers['cka'])}; shift of "
-            f"the mean / mean norm {_shown(numbers['mean_shift'])}"
-        )
-        title = f"Tokens that moved most from {self.before.label} to {self.after.label}"
-        return Table(["id", "token", "cos", "norm after / before"], rows, title, [note], left=(1,))
+def _comparison(before: Analysis, after: Analysis) -> Comparison:
+    """Compare two matrices; the tokens that moved most are named."""
+    first, second = before.vocabulary, after.vocabulary
+    pairs = match_rows(first, second)
+    with prefixed_usage_error(f"--compare {before.model} {after.model}: "):
+        changes = compare(before.embeddings.matrix, after.embeddings.matrix, pairs)
+    # The names of the rows are the first matrix's if the second has no tokenizer.
+    vocabulary = max(second, first, key=lambda v: any(v.texts))
+    movers, lines = [], []
+    for index in changes.movers(_MOVERS):
+        row = int(pairs[1][index])
+        turned = None if changes.cosines is None else _finite(changes.cosines[index])
+        ratio = _finite(changes.norm_ratios[index])
+        named = {**after.token(row), "token": vocabulary.texts[row]}
+        movers.append({**named, "cosine": turned, "norm_ratio": ratio})
+        lines.append([str(row), vocabulary.name(row), _shown(turned), _shown(ratio)])
+    numbers = {
+        "before": before.identity,
+        "after": after.identity,
+        "matched": len(pairs[1]),
+        "cka": changes.cka,
+        "mean_shift": changes.mean_shift,
+        "movers": movers,
+    }
+    note = (
+        f"{len(pairs[1])} tokens of both; linear CKA {_shown(changes.cka)}; shift of the mean / "
+        f"mean norm {_shown(changes.mean_shift)}"
+    )
+    title = f"Tokens that moved most from {before.label} to {after.label}"
+    table = Table(["id", "token", "cos", "norm after / before"], lines, title, [note], left=(1,))
+    return Comparison(after, numbers, table, changes=changes, rows=pairs[1])
 
 
 def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
@@ -188,15 +170,11 @@ def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> l
     A matrix that is tied, or whose role is not known, is compared with either. Raises UsageError if
     they have no matrices or no tokens in common.
     """
-    comparisons = []
-    for first in before:
-        for second in after:
-            if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
-                continue
-            pairs = match_rows(first.vocabulary, second.vocabulary)
-            with prefixed_usage_error(f"--compare {first.model} {second.model}: "):
-                changes = compare(first.embeddings.matrix, second.embeddings.matrix, pairs)
-            comparisons.append(Comparison(first, second, changes, pairs[1]))
+    comparisons = [
+        _comparison(first, second)
+        for first, second in itertools.product(before, after)
+        if {first.embeddings.role, second.embeddings.role} != {"input", "output"}
+    ]
     if not comparisons:
         raise UsageError(
             f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"

@@ -32,16 +32,12 @@ def diagnose(
     """A verdict, what differs from the references; then what the measures mean, and for which use.
 
     Args:
-        measures: those of the matrix as it is.
-        centered: those with the mean removed.
         size: how many rows were measured, and H.
         counted: how many of them occur, if counts are known.
-        role: as in :class:`EmbeddingMatrix`.
-        dead: the names of the rows that are zero or not finite.
-        tiny: those of other rows that a repair would replace.
-        left_out: what else may be embeddings, as in :class:`EmbeddingMatrix`.
-        repair: the command that gives dead rows new values; empty where it would be refused.
-        recenter: the command that removes the mean; empty where it would be refused.
+        dead, tiny: the names of rows that are zero or not finite, and of others that a repair
+            replaces.
+        repair, recenter: the commands that do so, or remove the mean; empty if they would be
+            refused.
     """
     (rows, columns), ratio = size, measures.mean_norm_ratio or 0.0
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
@@ -61,10 +57,7 @@ def diagnose(
             f"{_text('isotropy_unit', measures)}, with the mean removed "
             f"{_text('isotropy', centered)}, and with both {_text('isotropy_unit', centered)}.",
         ),
-        (
-            rows < columns,
-            f"{rows} rows cannot use all of {columns} directions.",
-        ),
+        (rows < columns, f"{rows} rows cannot use all of {columns} directions."),
         (
             chance / 1.5 < ratio <= 1.5 * chance,
             f"A relative mean norm of {_text('mean_norm_ratio', measures)} is what chance gives to "
@@ -116,7 +109,7 @@ def diagnose(
 
 
 def _text(key: str, measures: Measures) -> str:
-    return MEASURES[key].text(MEASURES[key].value(measures))
+    return MEASURES[key].texts([MEASURES[key].value(measures)])[0]
 
 
 def _sentence(phrases: Iterable[str]) -> str:
@@ -153,7 +146,7 @@ def _placed(measures: Measures) -> dict[str, str]:
     """Where the measures that can be compared lie, by key."""
     values = {key: MEASURES[key].value(measures) for key in _PLACED}
     return {
-        key: f"{MEASURES[key].label} {MEASURES[key].text(value)} is {place(key, value)}"
+        key: f"{MEASURES[key].label} {_text(key, measures)} is {place(key, value)}"
         for key, value in values.items()
         if value is not None
     }

@@ -202,7 +202,7 @@ def _columns(
     if entry.verification is not None:
         columns["repeated"] = placed(entry.verification.probabilities, entry.verification.rows)
     for comparison in comparisons:
-        if comparison.after is analysis and comparison.changes.cosines is not None:
+        if comparison.analysis is analysis and comparison.changes.cosines is not None:
             columns["change"] = placed(comparison.changes.cosines, comparison.rows)
     # Neighbours are sought among the rows that are shown, which numbers of the frame's rows name.
     matrix = analysis.embeddings.matrix

@@ -19,7 +19,6 @@ from coupled_adam.embeddings.frequency import correlation_with_log
 from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.partition import isotropy_of
 from coupled_adam.embeddings.similarity import WordSimilarityReport
-from coupled_adam.rendering.tables import fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,35 +76,21 @@ class Measure:
             entry = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
         return entry  # type: ignore[no-any-return]
 
-    def text(self, value: float | None) -> str:
-        """Format a value for a table; a dash for None."""
-        return "–" if value is None else fixed(value, self.digits)
+    def texts(self, values: Iterable[float | None]) -> list[str]:
+        """Format values for a table; a dash for None."""
+        rounded = (value if value is None else round(value, self.digits) + 0.0 for value in values)
+        return ["–" if value is None else f"{value:.{self.digits}f}" for value in rounded]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures:
     """The measures of an embedding matrix; None for a measure that is not defined.
 
-    If all rows are equal, for example, removing the mean leaves only zeros, for which the ratio,
-    the measures of the spectrum and the cosine are not defined.
-
-    docs/analyze.md has the definitions, and :data:`MEASURES` says what each one means.
-
-    Attributes:
-        isotropy, isotropy_unit, isotropy_published: 0 to 1; higher is better.
-        mean_norm: lower is better. Also mean_norm_ratio, 0 to 1.
-        word_similarity: the word-similarity scores; None if no sets were given.
-        norm_frequency_correlation, norm_frequency_correlation_published: -1 to 1; higher is better.
-            None without counts, or if all norms or all counts are equal.
-        mean_frequency_correlation: -1 to 1; near 0 is better. None in the same cases, and if the
-            mean is zero.
-        condition: 0 to 100; higher is better.
-        mean_cosine_similarity: -1 to 1; lower is better.
-        effective_rank, participation_ratio: 1 to min(V, H); higher is better.
-        explained_variance: 1/H to 1; lower is better. It does not depend on the mean.
-        iso_score: 0 to 1; higher is better. It does not depend on the mean.
-        norm_mean, norm_std, norm_min, norm_max: of ||e_i|| over the rows.
-        singular_values: [min(V, H)], descending.
+    docs/analyze.md has the definitions, and :data:`MEASURES` says what each one means. If all rows
+    are equal, for example, removing the mean leaves only zeros, for which the ratio, the measures
+    of the spectrum and the cosine are not defined; nor are the correlations without counts, or if
+    all norms or all counts are equal. Beside those there are ``word_similarity``, None if no sets
+    were given, and the ``singular_values`` [min(V, H)], descending.
     """
 
     isotropy: float

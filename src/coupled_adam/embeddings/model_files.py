@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,32 +61,12 @@ def _open_folder(folder: Path, is_wanted: Wanted) -> Weights:
         if index.exists():
             shards = _shards(str(folder), _json(index), is_wanted)
             return _join(str(folder), [open_file(folder / file) for file in shards], config)
-    raise ValueError(f"{folder} {_what_it_is(folder)}")
-
-
-def _what_it_is(folder: Path) -> str:
-    """What a folder without weights that can be read holds instead, and what to name."""
-    if runs := inner_runs(folder):
-        return f"is not a model, but holds runs: name one, such as {runs[0]}"
-    if snapshots := sorted(folder.glob("**/snapshots/*")):
-        return f"is a cache of the Hugging Face hub: name a model in it, such as {snapshots[0]}"
-    if (folder / "adapter_config.json").exists():
-        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return (
-            f"holds an adapter of {base} alone: name that model, or one that peft's "
-            "merge_and_unload has made of the two"
-        )
-    if (folder / "modules.json").exists():
-        inner = [path.parent for path in sorted(folder.glob("*/*.safetensors"))]
-        where = f": name the part with the embeddings, such as {inner[0]}" if inner else ""
-        return f"is a model of sentence-transformers{where}"
     names = sorted(f"{path.name}{'/' * path.is_dir()}" for path in folder.iterdir())
-    if shards := [name for name in names if re.search(r"-\d+-of-\d+\.", name)]:
-        return f"holds shards, such as {shards[0]}, but not the index.json that says what is where"
     listed = ", ".join(names[:LISTED]) + ", ..." * (len(names) > LISTED)
-    return (
-        "has no weights that can be read: no model.safetensors or pytorch_model.bin, nor an index "
-        f"of one; it holds {listed or 'nothing'}"
+    runs = [f": name a run, such as {run}" for run in inner_runs(folder)[:1]]
+    raise ValueError(
+        f"{folder} has no weights that can be read: no model.safetensors or pytorch_model.bin, nor "
+        f"an index of one; it holds {listed or 'nothing'}{''.join(runs)}"
     )
 
 

@@ -83,11 +83,9 @@ class Monitor:
     def measure(self, model: Any, here: bool) -> dict[str, float]:
         """Measure a model, as ``find`` takes it; every process must call this, one with ``here``.
 
-        Returns:
-            There, those in :data:`FIRST`, or all in :data:`LOGGED`, by name, with the prefix
-            ``embeddings/`` for the output embeddings, and ``input_embeddings/`` for the input
-            embeddings if these are another matrix; and ``embeddings/largest_logit``, the largest
-            absolute logit of this process in the step. Elsewhere nothing.
+        There it returns those in :data:`FIRST`, or all in :data:`LOGGED`, by name, after
+        ``embeddings/`` or, of input embeddings that are another matrix, ``input_embeddings/``; and
+        ``embeddings/largest_logit``, the largest absolute logit of this process in the step.
         """
         # The step is over, and later passes are not of it.
         if self._hook is not None:
@@ -121,9 +119,8 @@ class Monitor:
         matrices = {role: matrix.detach() for role, matrix in self.find(model).items()}
         if not matrices:
             raise ValueError(
-                f"{type(model).__name__} has no clear token embeddings: pass embeddings=, a "
-                "function that returns its matrices, such as lambda model: "
-                '{"output": model.head.weight}'
+                f"{type(model).__name__} has no clear token embeddings: pass embeddings=, such as "
+                'lambda model: {"output": model.head.weight}'
             )
         for role, matrix in matrices.items():
             if hasattr(matrix, "full_tensor"):

@@ -37,16 +37,13 @@ def nearest(
 
     The nearest comes first; there are fewer than k columns if there are too few rows. Cosines are
     exact up to rounding in float32. The matrix is read once for every 4096 rows asked for, in
-    bounded memory.
+    bounded memory. Raises ValueError if a row is zero or not finite.
 
     Args:
         centered: whether to remove the mean of all rows first, without which a common direction
             makes all cosines alike (Mu & Viswanath 2018, arXiv 1702.01417).
         keep: [V] booleans; rows with False are neighbours of none. Rows that are zero or not finite
             never are.
-
-    Raises:
-        ValueError: if a row is zero or not finite.
     """
     alive = geometry.alive_rows(embeddings)
     queries = np.asarray(rows, dtype=np.int64)
@@ -120,10 +117,10 @@ def find_neighbours(analysis: Analysis, tokens: Sequence[str]) -> Answer:
             lines.append([asked if variant == "raw" else "", shown, listed])
     columns = ["token", "", "neighbours and their cosines"]
     table = Table(columns, lines, f"Nearest by cosine: {analysis.label}", left=(0, 1, 2))
-    return Answer(analysis, {"neighbours": named}, table)
+    return Answer(analysis, {"neighbours": named}, table, is_ranking=False)
 
 
-def find_duplicates(analysis: Analysis, show: int) -> Answer:
+def find_duplicates(analysis: Analysis) -> Answer:
     """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`, in groups."""
     matrix, name = analysis.embeddings.matrix, analysis.vocabulary.name
     alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
@@ -147,7 +144,7 @@ def find_duplicates(analysis: Analysis, show: int) -> Answer:
     # Identical rows come first, then the nearest.
     groups.sort(key=lambda group: (not group["identical"], -group["cosine"]))
     lines = []
-    for group in groups[:show]:
+    for group in groups:
         named = [f"{token['id']} {name(token['id'])}" for token in group["tokens"]]
         listed = ", ".join(named[:NEIGHBOURS]) + (", ..." if len(named) > NEIGHBOURS else "")
         cosine = "identical" if group["identical"] else f"{group['cosine']:.4f}"

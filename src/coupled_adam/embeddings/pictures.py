@@ -19,7 +19,8 @@ def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None =
     Of a large matrix a fixed random sample of the rows is drawn; the mean is that of all rows.
     """
     mean = mean_embedding(embeddings)
-    sample = _sample(embeddings)
+    chosen = np.random.default_rng(0).permutation(len(embeddings))[:_ROWS]
+    sample = as_array(as_float64(embeddings[chosen]))
     # Without a mean any direction will do.
     length = np.linalg.norm(mean)
     along = mean / length if length > 0 else np.eye(len(mean))[0]
@@ -60,7 +61,9 @@ def plot_norms(
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
     """Draw the distribution of the norms [V]."""
-    _histogram(ax, norms, color, label)
+    # An area, and its outline over it, which stays visible where areas of several models overlap.
+    ax.hist(norms, bins=100, density=True, histtype="stepfilled", alpha=0.35, color=color)
+    ax.hist(norms, bins=100, density=True, histtype="step", color=color, label=label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
     ax.set_xlim(0, auto=True)
 
@@ -71,16 +74,3 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
     )
-
-
-def _sample(embeddings: Embeddings) -> Array:
-    """A fixed random sample of the rows, [n, H]."""
-    chosen = np.random.default_rng(0).permutation(len(embeddings))[:_ROWS]
-    return as_array(as_float64(embeddings[chosen]))
-
-
-def _histogram(ax: Axes, values: Array, color: str, label: str | None) -> None:
-    """Draw a distribution of values [n]."""
-    # An area, and its outline over it, which stays visible where areas of several models overlap.
-    ax.hist(values, bins=100, density=True, histtype="stepfilled", alpha=0.35, color=color)
-    ax.hist(values, bins=100, density=True, histtype="step", color=color, label=label)

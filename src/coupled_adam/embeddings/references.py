@@ -48,13 +48,13 @@ def place(key: str, value: float) -> str:
     """Between which references a value lies: a fragment of a sentence that names them."""
     # Not all of them have each measure.
     ordered = sorted((r.medians[key], r.name) for r in references() if key in r.medians)
-    below = [f"{name} ({_shown(median)})" for median, name in ordered if median <= value]
-    above = [f"{name} ({_shown(median)})" for median, name in ordered if median > value]
-    if not below:
-        return f"below all {len(above)} references, of which {above[0]} is the lowest"
-    if not above:
-        return f"above all {len(below)} references, of which {below[-1]} is the highest"
-    return f"between {below[-1]} and {above[0]}"
+    below = sum(median <= value for median, _ in ordered)
+    nearest = [f"{name} ({_shown(median)})" for median, name in ordered[max(0, below - 1) :][:2]]
+    if below == 0:
+        return f"below all {len(ordered)} references, of which {nearest[0]} is the lowest"
+    if below == len(ordered):
+        return f"above all {len(ordered)} references, of which {nearest[0]} is the highest"
+    return f"between {nearest[0]} and {nearest[1]}"
 
 
 def _shown(value: float) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -32,7 +31,7 @@ from coupled_adam.embeddings.loading import (
 )
 from coupled_adam.errors import UsageError, one_line, own_command, prefixed_usage_error
 from coupled_adam.files import new_folder, resolved, write_atomically
-from coupled_adam.inputs import bounded_model, check_model_folder, read_text
+from coupled_adam.inputs import check_model_folder, read_text
 from coupled_adam.outputs import check_outputs
 from coupled_adam.runs import MODEL, is_run, model_source
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -172,19 +171,15 @@ def repair_model(
     transformers loads the model and saves the copy; the tokenizer and all else beside the weights
     is copied. Every matrix that :func:`load_embeddings` reads of the model is repaired. The row of
     the model's padding token may be zero. Weights in other formats, which would be those of the
-    model as it was, are left out with a warning that names them.
+    model as it was, are left out with a warning that names them. Raises UsageError if there is no
+    such model, ``out`` exists, or the repair is not possible.
 
     Args:
-        source: a folder with a model that transformers knows, as safetensors, or a ``.npy`` file
-            with a matrix.
-        out: the folder or the file to write, which must not exist.
-        recenter: whether to subtract the mean from the output embeddings. This shifts all logits of
-            a position alike, which leaves the softmax as it is.
+        source: a folder of safetensors that transformers knows, or a ``.npy`` file with a matrix.
+        recenter: whether to subtract the mean from the output embeddings, which shifts all logits
+            of a position alike.
         from_output: whether new rows of input embeddings have the directions of the same tokens'
             output embeddings, and the median norm of healthy rows, where those are healthy.
-
-    Raises:
-        UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
     # 1. What cannot be done is refused
     check_outputs(out=out)
@@ -219,22 +214,9 @@ def repair_model(
         write_atomically(out, array.getvalue())
     else:
         with new_folder(out) as temporary:
-            _save(model, temporary)
+            model.save_pretrained(temporary)
             _copy_rest(source, temporary)
     return reports
-
-
-def _save(model: Any, folder: Path) -> None:
-    """Save a model; a full disk is an OSError, of which safetensors makes an error of its own."""
-    from safetensors import SafetensorError
-
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
 
 
 def _copy_rest(source: Path, out: Path) -> None:
@@ -298,15 +280,14 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
         return None, reported
     check_model_folder(source)
     try:
-        with bounded_model():
-            model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
-                source,
-                dtype="auto",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+        model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
+            source,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     except Exception as error:  # of many types
         raise UsageError(f"{source} cannot be loaded ({one_line(error)})") from None
     # transformers only warns of these.

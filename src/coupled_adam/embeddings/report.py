@@ -103,8 +103,8 @@ def measure_rows(
         # Without its mean or top directions a matrix has zeros that mean nothing.
         if not shown or not any(value is not None if as_is else value for value in values):
             continue
-        texts = map(measure.text, values)
-        rows.append([measure.label, measure.symbol, *texts, span(measure.key) if as_is else ""])
+        references = span(measure.key) if as_is else ""
+        rows.append([measure.label, measure.symbol, *measure.texts(values), references])
     return rows
 
 

@@ -95,10 +95,9 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     In a folder, sets are the files as published of MEN (Bruni et al. 2014), RW (Luong et al. 2013),
     SimLex-999 (Hill et al. 2015), and the two halves of WordSim-353, similarity and relatedness
     (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file, by its name, with its folders where
-    two have the same. A file has in each line two words
-    and, in a column of its own, a number, separated by tabs, commas or spaces. The first line may
-    be a header, which says which of several columns with numbers is the rating: the one whose name
-    contains mean, human, average, score or rating. Lines that begin with # are comments.
+    two have the same. A file has two words in each line and the rating in the only column with
+    numbers or, of several, in the only one that the first line calls mean, average, score or
+    rating. Lines that begin with # are comments.
 
     Raises:
         ValueError: if there is no set, or a line has an unexpected format.
@@ -107,7 +106,7 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     names = dict(zip(_PUBLISHED, _NAMES))
     folder = Path(place)
     if folder.is_file():
-        return {names.get(folder.name, folder.stem): _read(folder)}
+        return {names.get(folder.name, folder.name): _read(folder)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # The published sets first, in the paper's order.
     paths = [path for file in names for path in files if path.name == file]
@@ -117,9 +116,7 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED)}"
         )
-    short = shortest_names([path.with_name(names.get(path.name, path.stem)) for path in paths])
-    whole = shortest_names(paths)  # for files that differ by their endings alone
-    keys = [name if short.count(name) == 1 else other for name, other in zip(short, whole)]
+    keys = shortest_names([path.with_name(names.get(path.name, path.name)) for path in paths])
     return {key: _read(path) for key, path in zip(keys, paths)}
 
 
@@ -259,8 +256,8 @@ def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScor
     return SetScore(r, spearman, count, total)
 
 
-_RATINGS = ("mean", "human", "average", "avg", "score", "rating")
-"""What a column with the ratings is called."""
+_RATINGS = ("mean", "average", "score", "rating")
+"""What the name of the column with the ratings contains."""
 
 
 def _read(path: Path) -> WordSimilaritySet:
@@ -269,27 +266,39 @@ def _read(path: Path) -> WordSimilaritySet:
         lines = read_text(path, "utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    numbered = [(n, line) for n, line in enumerate(lines, 1) if re.search(r"[^\s,;]", line)]
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if re.match(r"[^#]*[^#\s,;]", line)]
     # The first line shows what separates the fields; without a sign it is spaces.
-    texts = [line for _, line in numbered if not line.startswith("#")]
-    sign = next((sign for sign in "\t;," if texts and sign in texts[0]), None)
+    sign = next((sign for sign in "\t;," if numbered and sign in numbered[0][1]), None)
     table = [(n, _fields(line, sign)) for n, line in numbered]
-    # A header has no number where the rating is; gensim's is a comment.
-    comments = [fields for _, (first, *fields) in table if first.startswith("#")]
-    table = [(n, fields) for n, fields in table if not fields[0].startswith("#")]
-    header = ["", *comments[-1]] if comments else []
-    if table and _is_header(*(fields for _, fields in table[:2])):
-        header = table.pop(0)[1]
+    # Where the first line lacks a number of the second, it names the columns.
+    first, top = (table[place][1] if table else [] for place in (0, min(1, len(table) - 1)))
+    numbers = [i for i in range(2, len(top)) if _is_number(top[i])]
+    places = numbers or range(2, len(first))
+    if is_header := not all(_is_number(field) for i in places for field in first[i : i + 1]):
+        table = table[1:]
     if not table:
         raise ValueError(f"{path} contains no pairs")
-    top = table[0][1]
-    header = header if len(header) == len(top) else []
     if all(_is_number(fields[0]) for _, fields in table):
         raise ValueError(
             f"{path}: the first column has a number in each line, such as {top[0]!r}, and "
             "not a word: remove the index or the ids, as pandas' to_csv(index=False) does"
         )
-    column = _rating_column(path, header, top, is_spaced=sign is None)
+    column, *more = numbers or [2]
+    if more and path.name not in _PUBLISHED:  # in those it is the first number
+        names = [first[i] if is_header and i < len(first) else f"column {i + 1}" for i in numbers]
+        named = [i for i, name in zip(numbers, names) if re.search("|".join(_RATINGS), name, re.I)]
+        if len(named) != 1:
+            raise ValueError(
+                f"{path} has several columns with numbers ({', '.join(names)}), and it is not "
+                f"clear which of them has the ratings: name that column {_RATINGS[0]} in the first "
+                "line, or remove the others"
+            )
+        (column,) = named
+    if sign is None and column > 2:
+        raise ValueError(
+            f"{path}: {top[2]!r} is neither a word nor a rating: if words have spaces in them, "
+            "separate the columns by tabs"
+        )
     pairs, ratings = [], []
     for number, fields in table:
         words, rating = fields[:2], fields[column] if column < len(fields) else ""
@@ -298,54 +307,9 @@ def _read(path: Path) -> WordSimilaritySet:
                 f"{path}, line {number}: expected two words and a rating in column {column + 1}, "
                 f"not {lines[number - 1][:100]!r}"
             )
-        first, second = (_TAG.sub("", word) for word in words)
-        pairs.append((first, second))
+        pairs.append((_TAG.sub("", words[0]), _TAG.sub("", words[1])))
         ratings.append(float(rating))
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
-
-
-def _is_header(row: Sequence[str], below: Sequence[str] = ()) -> bool:
-    """Whether a row names columns: raters and counts may be numbers there, too."""
-    numbers = [i for i in range(2, min(len(row), len(below))) if _is_number(below[i])]
-    names_rating = any(not _is_number(row[i]) for i in _named_rating(row, numbers))
-    return names_rating or (len(row) > 2 and not any(map(_is_number, row[2:])))
-
-
-def _named_rating(names: Sequence[str], numbers: Sequence[int]) -> list[int]:
-    """The columns, of those with numbers, whose name is a rating's, or else contains it."""
-    for is_meant in (str.__eq__, str.__contains__):
-        for rating in _RATINGS:
-            if columns := [i for i in numbers if is_meant(names[i].lower(), rating)]:
-                return columns
-    return []
-
-
-def _rating_column(path: Path, header: Sequence[str], row: Sequence[str], is_spaced: bool) -> int:
-    """The column of the rating: the only number, or the one whose name says so.
-
-    Args:
-        header: the names of the columns; empty if the file has none.
-        row: the fields of the first pair.
-        is_spaced: whether spaces separate the fields, which may also be in a word.
-    """
-    numbers = [i for i in range(2, len(row)) if _is_number(row[i])]
-    # The rating is the first number in the files as published, and the words are single there.
-    if len(numbers) < 2 or path.name in _PUBLISHED:
-        column = numbers[0] if numbers else 2
-        if is_spaced and column > 2:
-            raise ValueError(
-                f"{path}: {row[2]!r} is neither a word nor a rating: if words have spaces in "
-                "them, separate the columns by tabs"
-            )
-        return column
-    named = _named_rating(header, numbers) if header else []
-    if len(named) == 1:
-        return named[0]
-    columns = ", ".join(header[i] if i < len(header) else f"column {i + 1}" for i in numbers)
-    raise ValueError(
-        f"{path} has several columns with numbers ({columns}), and it is not clear which of them "
-        f"has the ratings: name that column {_RATINGS[0]} in the first line, or remove the others"
-    )
 
 
 def _fields(line: str, delimiter: str | None) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -127,97 +128,79 @@ def _distance(rows: Tensor, others: Tensor) -> Tensor:
     return 1 - torch.where(scale > 0, (rows * others).sum(-1) / scale, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class UndertrainedReport:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UndertrainedReport(Answer):
     """The under-trained tokens of one analysis, and what the model says of them if asked."""
 
-    analysis: Analysis
     indicated: Undertrained
+    rows: list[int]  # those that are named
     verification: Verification | None = None
 
-    @property
-    def rows(self) -> list[int]:
-        """The rows to name: the candidates, or those like unused ones if these are more."""
-        rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
-        return rows
 
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """The counts of each category, and all rows that are named, as plain values."""
-        result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
-        alike = {*result.alike.tolist()}  # there may be thousands
-        # Plain values throughout: this becomes JSON, and the table is made of it, too.
-        tokens = [
-            {
-                **self.analysis.token(row),
-                **{name: float(values[row]) for name, values in result.indicators.items()},
-                "like_unused": row in alike,
-            }
-            for row in self.rows
-        ]
-        verified: dict[str, Any] = {}
-        if asked is not None:
-            verified = {
-                "can_verify": asked.is_able,
-                "controls_repeated": asked.control_probabilities.tolist(),
-            }
-            for token, p, verdict in zip(tokens, asked.probabilities.tolist(), asked.verdicts()):
-                token |= {"repeated": p, "verdict": verdict}
-        named = {
-            "categories": dict(collections.Counter(vocabulary.categories.tolist())),
-            "unused_rows": int(result.unused.sum()),
-            "order_by": result.order_by,
-            "limit": result.limit,
-            **verified,
-            "tokens": tokens,
+def _report(
+    analysis: Analysis, found: Undertrained, asked: Verification | None = None
+) -> UndertrainedReport:
+    """Name the candidates, or the tokens like unused ones if these are more."""
+    vocabulary = analysis.vocabulary
+    rows: list[int] = max(found.candidates, found.alike, key=len).tolist()
+    # 1. As plain values, which become JSON; there may be thousands
+    alike = {*found.alike.tolist()}
+    tokens = [
+        {
+            **analysis.token(row),
+            **{name: float(values[row]) for name, values in found.indicators.items()},
+            "like_unused": row in alike,
         }
-        return {"diagnosis": self.diagnosis, "undertrained": named}
-
-    def table(self, number: int) -> Table:
-        """The first of the rows that are named."""
-        result, tokens = self.indicated, self.numbers["undertrained"]["tokens"]
-        note = f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}; "
-        if result.limit is not None:
-            note += (
-                f"* marks the {len(result.alike)} tokens that cannot be told from the "
-                f"{result.unused.sum()} rows that are known to be unused; "
-            )
-        note += "others may be merely rare, or well trained"
-        if number < len(tokens):
-            note += f"; the first {number} are shown, and --json has all"
-        # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
-        asked = ["repeated", "verdict"] if self.verification is not None else []
-        counts = ["count"] if self.analysis.counts is not None else []
-        rows = []
-        for token in tokens[:number]:
-            cells = [f"{'*' if token['like_unused'] else ''}{token['id']}"]
-            cells += [self.analysis.vocabulary.name(token["id"])]
-            cells += [f"{token['repeated']:.2%}", token["verdict"]] if asked else []
-            cells += [f"{token[name]:.4f}" for name in result.indicators]
-            cells += [f"{token['count']:g}" for _ in counts]
-            rows.append(cells)
-        shown = [INDICATORS[name] for name in result.indicators]
-        title = f"Under-trained tokens: {self.analysis.label}"
-        columns = ["id", "token", *asked, *shown, *counts]
-        return Table(columns, rows, title, [note], left=(1, 3) if asked else (1,))
-
-    def answer(self, number: int) -> Answer:
-        """The numbers, and the table of the first rows that are named."""
-        return Answer(self.analysis, self.numbers, self.table(number))
-
-    @property
-    def verdict(self) -> list[str]:
-        """That of the analysis, how many tokens look untrained, and what the model says of them."""
-        alike, rows = len(self.indicated.alike), len(self.analysis.vocabulary)
-        number = f"{alike:,} of {rows:,} tokens look{'s' * (alike == 1)} untrained."
-        said = [] if self.indicated.limit is None else [number]
-        said += [] if self.verification is None else [self.verification.sentence]
-        return [self.analysis.diagnosis[0], *said]
-
-    @property
-    def diagnosis(self) -> list[str]:
-        """That of the analysis, and what the tokens add to its verdict."""
-        return [*self.analysis.diagnosis, *self.verdict[1:]]
+        for row in rows
+    ]
+    named: dict[str, Any] = {
+        "categories": dict(collections.Counter(vocabulary.categories.tolist())),
+        "unused_rows": int(found.unused.sum()),
+        "order_by": found.order_by,
+        "limit": found.limit,
+        "tokens": tokens,
+    }
+    if asked is not None:
+        named["can_verify"] = asked.is_able
+        named["controls_repeated"] = asked.control_probabilities.tolist()
+        for token, p, verdict in zip(tokens, asked.probabilities.tolist(), asked.verdicts()):
+            token |= {"repeated": p, "verdict": verdict}
+    # 2. As a table. The verdict is what was asked for: narrow windows show it, and scroll for the
+    # rest.
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "id": lambda token: f"{'*' * token['like_unused']}{token['id']}",
+        "token": lambda token: vocabulary.name(token["id"]),
+    }
+    if asked is not None:
+        columns["repeated"] = lambda token: f"{token['repeated']:.2%}"
+        columns["verdict"] = lambda token: str(token["verdict"])
+    for name in found.indicators:
+        columns[INDICATORS[name]] = lambda token, name=name: f"{token[name]:.4f}"  # type: ignore[misc]
+    if analysis.counts is not None:
+        columns["count"] = lambda token: f"{token['count']:g}"
+    note = f"{len(found.candidates)} candidates, the lowest by {INDICATORS[found.order_by]}; "
+    if found.limit is not None:
+        note += (
+            f"* marks the {len(found.alike)} tokens that cannot be told from the "
+            f"{found.unused.sum()} rows that are known to be unused; "
+        )
+    note += "others may be merely rare, or well trained"
+    lines = [[text(token) for text in columns.values()] for token in tokens]
+    title = f"Under-trained tokens: {analysis.label}"
+    table = Table([*columns], lines, title, [note], left=(1, 3) if asked else (1,))
+    # 3. As sentences
+    untrained = f"{len(alike):,} of {len(vocabulary):,} tokens look{'s' * (len(alike) == 1)} "
+    said = [] if found.limit is None else [f"{untrained}untrained."]
+    said += [] if asked is None else [asked.sentence]
+    return UndertrainedReport(
+        analysis,
+        {"undertrained": named},
+        table,
+        said,
+        indicated=found,
+        rows=rows,
+        verification=asked,
+    )
 
 
 def find_undertrained(analysis: Analysis, share: float = SHARE) -> UndertrainedReport:
@@ -231,7 +214,7 @@ def find_undertrained(analysis: Analysis, share: float = SHARE) -> UndertrainedR
         share=share,
         norms=analysis.norms,
     )
-    return UndertrainedReport(analysis, indicated)
+    return _report(analysis, indicated)
 
 
 def verify_undertrained(
@@ -254,4 +237,4 @@ def verify_undertrained(
     size = min(len(rows), len(best))
     controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
     asked = verify(model, analysis.tokenizer, rows, controls, length=length)
-    return dataclasses.replace(undertrained, verification=asked)
+    return _report(analysis, indicated, asked)

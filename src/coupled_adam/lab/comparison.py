@@ -45,17 +45,16 @@ def stored_recipe(out: Path) -> Recipe | None:
 
 
 def extended(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe, with the arms and seeds of the comparison in ``out`` added, if there is one.
+    """The recipe with the arms and seeds of the comparison in ``out``, if there is one, as well.
 
-    Raises:
-        UsageError: the folder holds another comparison, or something else.
+    Raises UsageError if the folder holds another comparison, or something else.
     """
     stored = stored_recipe(out)
     if stored is None:
         check_unused(out, "holds no comparison to resume")
         return recipe
     joined = recipe.joined(stored)
-    # There may be more arms and seeds; all else, and the arms that both have, must be the same.
+    # Arms and seeds may be more; all else, and the arms that both have, must be the same.
     there = dataclasses.replace(
         stored, seeds=joined.seeds, arms={**joined.arms, **stored.arms}
     ).to_dict()
@@ -64,9 +63,7 @@ def extended(recipe: Recipe, out: Path) -> Recipe:
         for key, (there, here) in differences(there, joined.to_dict()).items()
     )
     require(
-        not different,
-        f"--out {out} holds another comparison ({different}): leave those options out to continue "
-        "it, or choose another folder",
+        not different, f"--out {out} holds another comparison ({different}): choose another folder"
     )
     return joined
 
@@ -81,7 +78,7 @@ def compare(
     on_start: Callable[[], object] = lambda: None,
     on_report: Callable[[Report], object] = lambda _: None,
 ) -> Report | None:
-    """Train and evaluate all runs into ``out``, and write its report.
+    """Train and evaluate all runs into ``out``, and write its report, which rank 0 returns.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
     A run that diverges does not end the others: the report says that it is missing.
@@ -93,14 +90,10 @@ def compare(
         on_start: called when the folder and the corpus are there, before the first run starts.
         on_report: called with the report, even if a run has diverged.
 
-    Returns:
-        The report, on rank 0; None on the others.
-
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
             used. An existing folder is left unchanged.
         DivergedError: if runs have diverged, once all others are finished and reported.
-        TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
 
     def check() -> Recipe:  # called once more when the folder is locked
@@ -170,7 +163,7 @@ def train_and_evaluate(
 def _settings(
     recipe: Recipe, out: Path, execution: Execution, run: Run | None = None
 ) -> dict[str, Any]:
-    """All that the processes of a comparison or a run must agree on, except the text."""
+    """All in which the processes of a comparison, or of a run, have to agree but the text."""
     chosen = {"out": str(out.absolute()), "arm": run and run.arm_name, "seed": run and run.seed}
     chosen |= {f.name: getattr(execution, f.name) for f in dataclasses.fields(Execution)}
     return {**recipe.to_dict(), **chosen, **versions(), "source": code_digest(recipe.variant)}

@@ -12,7 +12,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import bounded_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.sections import Model
 
@@ -20,15 +19,12 @@ from coupled_adam.lab.sections import Model
 def build_model(recipe: Recipe) -> PreTrainedModel:
     """A language model with newly initialised weights.
 
-    With ``bias=False`` all biases are zero and frozen: in effect the model has none, and any
-    program that knows the architecture can still load it.
-
-    Raises:
-        UsageError: transformers cannot build this architecture with these values.
+    With ``bias=False`` all biases are zero and frozen, so that the model has none in effect, and
+    any program that knows the architecture can still load it. Raises UsageError if transformers
+    cannot build this architecture with these values.
     """
     try:
-        with bounded_model(in_memory=torch.get_default_device().type != "meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
     except UsageError:
         raise
     except Exception as error:  # each architecture has checks of its own
@@ -49,10 +45,8 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     ``gpt2`` is GPT-2 with the exact GELU. ``stablelm`` is a Llama with LayerNorm: SwiGLU, rotary
     positions over the whole head, no biases in its linear layers. In all others attention has as
     many heads for keys and values as for queries, and heads of width H / ``n_head``, unless
-    ``model.config`` says otherwise.
-
-    Raises:
-        UsageError: transformers has no causal language model of this name, or refuses a value.
+    ``model.config`` says otherwise. Raises UsageError if transformers has no causal language model
+    of this name, or refuses a value.
     """
     options = recipe.model
     name = options.architecture
@@ -107,8 +101,7 @@ def _check_config(
     for key in options.config:
         require(
             key in usual,
-            f"model.config.{key} is no value of {name} in transformers: it has "
-            f"{', '.join(sorted(usual))}",
+            f"model.config.{key} is no value of {name}: it has {', '.join(sorted(usual))}",
         )
     require(
         not options.intermediate_size or {"intermediate_size", "n_inner"} & known,
@@ -137,15 +130,14 @@ def require_causal(model: PreTrainedModel, source: object) -> None:
     # With values that are not finite, the model counts as causal; they are reported elsewhere.
     require(
         not (first - second).abs().max() > 1e-4 * first.abs().max(),
-        f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
-        "language model is needed",
+        f"{source}: {type(model).__name__} predicts tokens from later ones, too, and is not causal",
     )
 
 
 def check_architecture(recipe: Recipe) -> None:
-    """Raise UsageError if the recipe's architecture sees later tokens; a small one is tried.
+    """Raise UsageError if the recipe's architecture sees later tokens; a small one of it is asked.
 
-    A variant builds a model of its own, which is tried when it has been built.
+    A variant builds a model of its own, which is asked when it has been built.
     """
     if recipe.variant is not None:
         return
@@ -159,7 +151,7 @@ def check_architecture(recipe: Recipe) -> None:
 
 
 def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:
-    """N: the trained parameters of the recipe's model, counted without making its weights."""
+    """N: the trained parameters of the model that is built, of which no weights are made."""
     # Counted, since no formula knows all architectures.
     with torch.device("meta"):
         return count_parameters(build(recipe))
@@ -174,10 +166,8 @@ def output_embeddings(model: PreTrainedModel) -> Tensor:
     """The matrix [V, H] that gives the logits, as the optimizer updates it.
 
     With FSDP2 it is the sharded parameter, not the gathered copy that may be left in its place
-    between two forward passes.
-
-    Raises:
-        UsageError: if transformers knows no output embeddings of this model.
+    between two forward passes. Raises UsageError if transformers knows no output embeddings of this
+    model.
     """
     # Between forward passes FSDP2 may keep the gathered weights in place of the shards.
     if isinstance(model, FSDPModule):

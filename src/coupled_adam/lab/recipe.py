@@ -1,14 +1,13 @@
 """Recipes: what to train, read from YAML and validated.
 
-A file with ``extends: NAME`` needs only the values that differ from that recipe. If it has arms,
-they replace all inherited arms. Values of the command line, such as ``--training.lr``, come last.
+A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. If it
+has arms, they replace all inherited arms. Values of the command line, such as ``--training.lr``,
+are applied last.
 """
 
 import copy
 import dataclasses
 import fnmatch
-import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,12 @@ import yaml
 from pydantic import Field, InstanceOf
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line, prefixed_usage_error
-from coupled_adam.fields import Seed, checked, require
+from coupled_adam.fields import Seed, checked
 from coupled_adam.inputs import read_text
 from coupled_adam.lab.arms import Arm, arms_from
 from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
-_LARGEST = 100_000  # values in a recipe
 # Both name folders. An arm has no dot, which separates the keys of --arms.NAME.lr.
 _Name = Annotated[str, Field(pattern=r"^\w[\w.+-]{0,49}$")]
 _ArmName = Annotated[str, Field(pattern=r"^\w[\w+-]{0,49}$")]
@@ -40,10 +38,10 @@ class Recipe:
     model: the architecture.
     data: the text.
     training: the training of each run.
-    arms: what is compared, by name: each an ``optimizer`` for the embeddings, and its options.
+    arms: by name, what is compared; each is an ``optimizer`` for the embeddings, and its options.
     seeds: each arm is trained once with each of these.
-    variant: code for what a recipe cannot say: the module:name of a
-        coupled_adam.lab.training.variant.Variant that Python can import; null for none.
+    variant: code for what a recipe cannot say, as module:name of a
+        coupled_adam.lab.training.variant.Variant in a module that Python finds; null for none.
     """
 
     name: _Name
@@ -57,25 +55,26 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise UsageError for values of several sections or arms that do not fit together."""
         positions, length = self.model.n_positions, self.training.sequence_length
-        require(
-            positions is None or positions >= length,
-            f"training.sequence_length={length} must not exceed model.n_positions={positions}",
-        )
+        if positions is not None and positions < length:
+            raise UsageError(
+                f"training.sequence_length={length} must not exceed model.n_positions={positions}"
+            )
         tokens = self.data.max_tokens
-        require(
-            tokens is None or tokens > length,
-            f"data.max_tokens={tokens} must be more than training.sequence_length={length}",
-        )
-        require(len({*self.seeds}) == len(self.seeds), f"seeds={self.seeds} must be different")
-        is_code = self.variant is None or re.fullmatch(r"\w+(\.\w+)*:\w+", self.variant)
-        require(is_code, f"variant={self.variant} must be MODULE:NAME, as in my_models:WIDE")
+        if tokens is not None and tokens <= length:
+            raise UsageError(
+                f"data.max_tokens={tokens} must be more than training.sequence_length={length}"
+            )
+        if len({*self.seeds}) < len(self.seeds):
+            raise UsageError(f"seeds={self.seeds} must be different")
+        if self.variant is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.variant):
+            raise UsageError(f"variant={self.variant} must be MODULE:NAME, as in my_models:WIDE")
         for name, arm in self.arms.items():
             couple = getattr(arm, "couple", "both")
-            require(
-                couple == "both" or not self.model.tied,
-                f"arms.{name}.couple={couple} needs model.tied=false: with input and output "
-                "embeddings in one matrix it would do the same as both",
-            )
+            if self.model.tied and couple != "both":
+                raise UsageError(
+                    f"arms.{name}.couple={couple} needs model.tied=false: with input and output "
+                    "embeddings in one matrix it would do the same as both"
+                )
 
     @property
     def steps(self) -> int:
@@ -103,7 +102,7 @@ class Recipe:
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def joined(self, other: "Recipe") -> "Recipe":
-        """This comparison, with the arms and seeds of another one added."""
+        """This comparison with the arms and the seeds of another one as well."""
         arms = {**other.arms, **self.arms}
         return dataclasses.replace(self, arms=arms, seeds=sorted({*other.seeds, *self.seeds}))
 
@@ -123,8 +122,7 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> Recipe:
     """Read one of this package's recipes by name, or a YAML file (or a run's config) by path.
 
-    Raises:
-        UsageError: there is no such recipe or file, or it has an invalid key or value.
+    Raises UsageError if there is no such recipe or file, or it has an invalid key or value.
     """
     return recipe_from(load_values(name), f"recipe {name!r}")
 
@@ -144,19 +142,13 @@ def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
         *places, last = key.split(".")
         targets = [changed]  # the dicts in which the last key is set: several below arms.*
         for place in places:
-            names = [place]
-            if "*" in place:
-                names = fnmatch.filter(targets[0], place)
-                require(names, f"{key} matches nothing: there are {', '.join(targets[0])}")
-            for target, name in itertools.product(targets, names):
-                require(
-                    name in target, f"{key}: there is no {place}; {did_you_mean(place, target)}"
-                )
+            names = fnmatch.filter(targets[0], place) if "*" in place else [place]
+            for target in targets:
+                if not names or not target.keys() >= {*names}:
+                    raise UsageError(f"{key}: there is no {place}; {did_you_mean(place, target)}")
             targets = [target[name] for target in targets for name in names]
-            require(
-                all(isinstance(target, dict) for target in targets),
-                f"{key}: {place} has no keys of its own",
-            )
+            if not all(isinstance(target, dict) for target in targets):
+                raise UsageError(f"{key}: {place} has no keys of its own")
         # The last key may be new, such as an option of an arm; recipe_from() checks it.
         for target in targets:
             target[last] = value
@@ -173,7 +165,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Both values of each dotted key that differs between nested dicts; None where missing."""
+    """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
     first, second = flat(first), flat(second)
     values = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
     return {key: both for key, both in values.items() if both[0] != both[1]}
@@ -182,8 +174,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
 def recipe_from(values: Any, source: str) -> Recipe:
     """A complete recipe from plain values; ``source`` is its name in errors.
 
-    Raises:
-        UsageError: they are not those of a recipe.
+    Raises UsageError if they are not those of a recipe.
     """
     with prefixed_usage_error(f"{source}: ", UsageError):
         if isinstance(values, dict) and isinstance(values.get("arms"), dict):
@@ -192,50 +183,37 @@ def recipe_from(values: Any, source: str) -> Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice; YAML's own loader ignores the first."""
+    """Refuses a key that is given twice, of which YAML's own loader ignores the first."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping as it is written, before any merging."""
+        """A mapping as it is written, before others are merged into it, or it into others."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         there = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in there:
                     line = key.start_mark.line + 1
-                    raise ValueError(f"line {line}: the key {key.value} is given twice")
+                    raise ValueError(f"line {line}: the key {key.value} is given a second time")
                 there.add((key.tag, key.value))
         return node
 
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge the mappings that the keys ``<<`` name."""
-        super().flatten_mapping(node)
-        require(len(node.value) <= _LARGEST, "it merges too many keys")
-
 
 def read_yaml(text: str, source: str) -> Any:
-    """Parse YAML into plain lists, dicts and values; a UsageError names the source."""
+    """Plain lists, dicts and values from YAML text; UsageError, which names the source, if not."""
     try:
-        values = yaml.load(text, _Loader)
-        # A few lines of aliases of aliases can stand for more than any memory holds.
-        pieces = json.JSONEncoder(skipkeys=True, default=str).iterencode(values)
-        if any(number > _LARGEST for number, _ in enumerate(pieces)):
-            raise ValueError(f"it stands for more than {_LARGEST:,} values")
+        return yaml.load(text, _Loader)
     except Exception as error:  # scalars that only look like a date or a number have their own
         raise UsageError(f"{source} is not YAML: {one_line(error)}") from None
-    return values
 
 
 def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain values of a recipe and of all recipes that it extends.
+    """The plain values of a recipe, a YAML file or a run's config, and of all that it extends.
 
-    Args:
-        name: of a recipe of this package, or the path of a YAML file or of a run's config.
-        extended: the recipes that extend this one.
-
-    Raises:
-        UsageError: there is no such recipe or file, or it does not consist of keys and values.
+    Those in ``extended`` extend this one. Raises UsageError if there is no such recipe or file, or
+    it does not consist of keys and values.
     """
-    require(name not in extended, f"recipe {name!r} extends itself, through {', '.join(extended)}")
+    if name in extended:
+        raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
     source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
     is_ours = name in recipe_names()
     path = _FOLDER / f"{name}.yaml" if is_ours else Path(name)
@@ -250,7 +228,8 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
             message = f"{source}: {hint} (as a file: {reason})"
         raise UsageError(message) from None
     values = read_yaml(text, source)
-    require(isinstance(values, dict), f"{source} must consist of keys, such as name: tiny")
+    if not isinstance(values, dict):
+        raise UsageError(f"{source} must consist of keys, such as name: tiny")
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
     if values.get("extends") is None:
@@ -262,13 +241,13 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
     if not extended:  # a file of one's own is not its parent, whose runs it would replace
         values.setdefault("name", Path(name).stem)
     inherited = load_values(base, [*extended, name])
-    # The extended recipe may be somebody else's, and a variant is code that will be executed.
+    # What is extended may be somebody else's, and a variant is code that will be executed.
     variant = inherited.get("variant")
-    require(
-        variant is None or "variant" in values,
-        f"{source} extends {base!r}, but its variant, {variant}, is code and not inherited: write "
-        f"variant: {variant} here as well if you trust it, or variant: null",
-    )
+    if variant is not None and "variant" not in values:
+        raise UsageError(
+            f"{source} extends {base!r}, but its variant, {variant}, is code and not inherited: "
+            f"write variant: {variant} here as well if you trust it, or variant: null"
+        )
     # Sections are merged; arms are not, as half of them would be another recipe's.
     for key, value in values.items():
         both_sections = isinstance(value, dict) and isinstance(inherited.get(key), dict)

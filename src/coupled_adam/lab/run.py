@@ -30,82 +30,54 @@ from coupled_adam.runs import (
     by_step,
 )
 
-# What the files of a run must hold, checked by pydantic: a report may cover another person's runs,
-# and a message about a damaged file should name it. Other keys, as of a newer version, are allowed.
-# The check is strict: neither a text nor a truth value is a number.
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1, le=LARGEST)]
-_WholeNumber = Annotated[int, Field(ge=0, le=LARGEST)]
+# What of a run's files is computed with, which pydantic checks, so that a message about a damaged
+# file names it. Further keys may be there, as of a newer version. No text is a number.
+_Number = Annotated[float, Field(allow_inf_nan=False)] | None
 
 
-# All other keys are numbers; mypy does not know PEP 728 yet.
-class _Spectra(TypedDict, total=False, extra_items=_Finite | None):  # type: ignore[call-arg]
-    singular_values: Annotated[list[_Finite], Field(min_length=1)]
+class _Spectra(TypedDict, total=False, extra_items=_Number):  # type: ignore[call-arg]  # PEP 728
+    singular_values: Annotated[list[float], Field(min_length=1)]
 
 
 class _Measures(_Spectra, total=False):
-    centered: _Spectra | None
-    all_but_the_top: _Spectra | None
-
-
-class _Score(TypedDict):
-    accuracy: _Finite
-    stderr: _Finite | None
-
-
-class _Accuracy(_Score):
-    tasks: dict[str, _Score]
-
-
-class _Pairs(TypedDict):
-    r: _Finite | None
-    pairs: _WholeNumber
-    total: _WholeNumber
+    centered: _Spectra
+    all_but_the_top: _Spectra
 
 
 class _Similarity(TypedDict):
-    mean: _Finite | None
-    sets: dict[str, _Pairs]
+    mean: _Number
+    sets: dict[str, dict[str, _Number]]
+
+
+class _Accuracy(TypedDict):
+    accuracy: float
+    tasks: dict[str, dict[str, Any]]
 
 
 class _Evaluation(TypedDict, total=False):
-    test_loss: _Finite
-    test_tokens: _Count
-    test_batches: _Count | None
-    parameters: _Count
+    test_loss: _Number
+    test_tokens: int | None
+    parameters: Annotated[int, Field(ge=1, le=LARGEST)]
     embeddings: _Measures
     input_embeddings: _Measures | None
     word_similarity: _Similarity | None
     lm_eval: _Accuracy | None
 
 
-class _Corpus(TypedDict, total=False):
-    source: str
-    fingerprint: str
-    tokens: dict[str, _WholeNumber]
-
-
 class _Environment(TypedDict, total=False):
-    time: str
     command: list[str]
-    git_commit: str | None
-    python: str
-    packages: dict[str, str]
-    processor: str
-    cores: _Count | None
     gpus: list[str]
-    corpus: _Corpus
-    resumed: list[dict[str, Any]]
+    packages: dict[str, str]
+    corpus: dict[str, Any]
+    resumed: list[Any]
 
 
-class _Logged(TypedDict):
-    step: _WholeNumber
+class _Entry(TypedDict, extra_items=float):  # type: ignore[call-arg]
+    step: Annotated[int, Field(ge=0)]
 
 
-_EVALUATION = TypeAdapter(_Evaluation)
-_ENVIRONMENT = TypeAdapter(_Environment)
-# Each entry is of both kinds: a whole step, and nothing but numbers.
-_STEPS, _NUMBERS = TypeAdapter(list[_Logged]), TypeAdapter(list[dict[str, float]])
+_EVALUATION, _ENVIRONMENT = TypeAdapter(_Evaluation), TypeAdapter(_Environment)
+_LOG = TypeAdapter(list[_Entry])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +100,7 @@ class Run:
 
     @functools.cached_property
     def label(self) -> str:
-        """The arm in tables and pictures: its optimizer and options, after its own name if any."""
+        """The arm in tables and pictures: its optimizer and options, after a name of its own."""
         label = self.arm.label
         # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
         return label if self.family == self.arm.optimizer else f"{self.arm_name}: {label}"
@@ -176,8 +148,8 @@ class Run:
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The numbers of training tokens, and the metric at each of them, where it is finite."""
         lines = [line for line in self.metrics if math.isfinite(line.get(metric, math.nan))]
-        tokens = [line["step"] * self.recipe.tokens_per_step for line in lines]
-        return tokens, [line[metric] for line in lines]
+        per_step = self.recipe.tokens_per_step
+        return [line["step"] * per_step for line in lines], [line[metric] for line in lines]
 
     @property
     def tokens_per_second(self) -> float:
@@ -202,8 +174,7 @@ class Run:
         size = self.recipe.model.vocab_size
         require(
             len(embeddings) >= size and np.isfinite(embeddings).all(),
-            f"{path} is damaged, or another run's: its embeddings are not finite, or not those of "
-            f"{size} tokens",
+            f"{path} is damaged, or another run's: its embeddings are not those of {size} tokens",
         )
         return embeddings[:size]  # a variant may have tokens of its own behind those of the text
 
@@ -240,8 +211,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     """The run that the ``config.yaml`` of a folder describes.
 
-    Raises:
-        UsageError: the file is missing, damaged, or another program's.
+    Raises UsageError if the file is missing, damaged, or another program's.
     """
 
     def parse(text: str) -> Run:
@@ -266,15 +236,14 @@ def read_log(path: Path) -> list[dict[str, float]]:
     def parse(text: str) -> list[dict[str, float]]:
         # Whole lines only: the last one is cut off if the process was killed while it wrote it.
         entries = [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
-        _STEPS.validate_python(entries, strict=True)
-        _NUMBERS.validate_python(entries, strict=True)
+        _LOG.validate_python(entries, strict=True)
         return entries
 
     return read_own(path, parse) if path.exists() else []
 
 
 def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
-    """The content of a JSON file, checked to be of this kind; {} if there is no file."""
+    """The content of a file of JSON as it is written, once it is of this kind; {} if it is none."""
 
     def parse(text: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(text, parse_constant=int)  # refuses NaN

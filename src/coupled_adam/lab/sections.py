@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from coupled_adam.errors import UsageError
 from coupled_adam.fields import (
     LARGEST,
     Beta,
@@ -14,9 +15,7 @@ from coupled_adam.fields import (
     PositiveOrInfinite,
     Seed,
     Share,
-    require,
 )
-from coupled_adam.inputs import MOST_LAYERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Model:
     architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
     vocab_size: Annotated[Count, Field(ge=257)]
-    n_layer: Annotated[Count, Field(le=MOST_LAYERS)]
+    n_layer: Annotated[Count, Field(le=1000)]
     n_head: Count
     n_embd: Count
     n_positions: Count | None = None
@@ -51,21 +50,21 @@ class Model:
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
-        require(
-            self.n_embd % self.n_head == 0,
-            f"model.n_embd={self.n_embd} must be a multiple of model.n_head={self.n_head}",
-        )
-        require(
-            self.architecture != "stablelm" or (self.n_embd // self.n_head) % 2 == 0,
-            f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
-            "width, which rotary positions cannot rotate",
-        )
+        if self.n_embd % self.n_head:
+            raise UsageError(
+                f"model.n_embd={self.n_embd} must be a multiple of model.n_head={self.n_head}"
+            )
+        if self.architecture == "stablelm" and self.n_embd // self.n_head % 2:
+            raise UsageError(
+                f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
+                "width, which rotary positions cannot rotate"
+            )
         # For these two the other keys say all that can be varied, and try_out() leaves them out.
-        require(
-            not self.config or self.architecture not in ("gpt2", "stablelm"),
-            f"model.config={self.config} is not for {self.architecture}, which the other keys of "
-            "model describe: leave it out",
-        )
+        if self.config and self.architecture in ("gpt2", "stablelm"):
+            raise UsageError(
+                f"model.config={self.config} is not for {self.architecture}, which the other keys "
+                "of model describe: leave it out"
+            )
 
 
 SOURCES = {
@@ -81,7 +80,7 @@ SOURCES = {
     ),
     "tokens": ("token_dtype",),
 }
-"""The keys of :class:`Data` that name a source, and those that apply to it alone."""
+"""The keys of :class:`Data` that name a source, and those that are of no use without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,18 +92,18 @@ class Data:
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
     hub_config: the configuration of the data set, if it has several.
     hub_revision: the branch, tag or commit of the data set.
-    hub_documents: the number of rows in all of ``train_split``; fewer are an error, unless
-        ``max_tokens`` is reached first. Null skips this check.
-    hub_otherwise: a hint shown if the data set cannot be read.
+    hub_documents: the number of rows that the whole of ``train_split`` has; fewer are an error,
+        unless ``max_tokens`` is reached before. Null does not ask.
+    hub_otherwise: what to give where the data set cannot be read, for the message.
     train_split: the split of the data set that is trained on.
     valid_split: its split for validation; null takes a share of the documents, ``held_out``.
     test_split: its split for the test; null takes a share of the documents, ``held_out``.
     shuffle_seed: shuffle its documents with this seed; null leaves them in order.
     column: the column, or the key in .jsonl, .json and .parquet files, that holds the text.
     tokens: a folder of token files in the formats of nanoGPT and llm.c.
-    token_dtype: the type of the ids in token files; null detects it.
+    token_dtype: the type of the ids in token files; null finds out.
     tokenizer: the id or folder of a tokenizer; null trains a byte-level BPE on the training text.
-    held_out: the share of the documents for validation, and again for the test, unless
+    held_out: the share of the documents for validation, and the same share for the test, unless
         ``valid_split`` and ``test_split`` name splits of the data set.
     max_tokens: the maximum number of training tokens.
     max_held_out_tokens: the maximum number of tokens in each held-out split.
@@ -133,20 +132,17 @@ class Data:
         """Raise UsageError for values that do not fit together."""
         # Without any of them the text is Python's documentation, which is there wherever Python is.
         sources = [name for name in SOURCES if getattr(self, name) is not None]
-        require(
-            len(sources) <= 1,
-            f"data.{' and data.'.join(sources)} exclude each other: give only one",
-        )
-        for source, names in SOURCES.items():
-            for name in names:
-                require(
-                    source in sources or getattr(self, name) is None,
-                    f"data.{name}={getattr(self, name)} is for data.{source}, which is not given: "
-                    "leave it out, or set it to null",
-                )
-        require(
-            self.separator != "", "data.separator='' separates nothing: give some text, or null"
-        )
+        if len(sources) > 1:
+            raise UsageError(f"data.{' and data.'.join(sources)} exclude each other: give only one")
+        for source in SOURCES.keys() - {*sources}:
+            for name in SOURCES[source]:
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"data.{name}={getattr(self, name)} is for data.{source}, which is not "
+                        "given: leave it out, or set it to null"
+                    )
+        if self.separator == "":
+            raise UsageError("data.separator='' separates nothing: give some text, or null")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +153,7 @@ class Training:
     sequence_length: the number of tokens in a sequence.
     lr: the highest learning rate, at the end of the warmup.
     warmup: the number of warmup steps or, if it is below 1, their share of all steps.
-    steps, tokens: the length of the run; give exactly one of the two.
+    steps, tokens: the length of the run, which is given by exactly one of the two.
     schedule: the learning rate's schedule after the warmup: cosine, constant, or wsd (warmup,
         stable, decay).
     decay: the share of the steps in which wsd decays the learning rate.
@@ -165,8 +161,8 @@ class Training:
     betas: the decay rates of the first and second moments.
     eps: added to the root of the second moment.
     weight_decay: the weight decay of all matrices except embeddings; biases and norms have none.
-    decay_positions: whether learned positions decay like other matrices; if not, they have no
-        weight decay, like token embeddings.
+    decay_positions: whether learned positions have weight decay like other matrices. If not, they
+        are treated like token embeddings.
     max_grad_norm: the norm to which gradients are clipped; ``.inf`` disables clipping.
     precision: the precision of parameters and arithmetic, in Lightning's names.
     evaluate_every: the number of steps between evaluations; each is followed by a checkpoint.
@@ -198,21 +194,20 @@ class Training:
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
         # Of two lengths one would be ignored: a recipe that replaces an inherited one unsets it.
-        require(
-            (self.steps is None) != (self.tokens is None),
-            "set exactly one of training.steps and training.tokens, the length of a run, and the "
-            f"other to null: they are {self.steps or 'null'} and {self.tokens or 'null'}",
-        )
-        require(
-            self.tokens is None or self.tokens >= self.batch_size * self.sequence_length,
-            f"training.tokens={self.tokens} is less than one batch of "
-            f"{self.batch_size} x {self.sequence_length} tokens",
-        )
-        # A number like 1.5 may be meant as either.
-        require(
-            self.warmup < 1 or self.warmup == int(self.warmup),
-            f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1",
-        )
+        if (self.steps is None) == (self.tokens is None):
+            raise UsageError(
+                "give one of training.steps and training.tokens, and set the other to null: they "
+                f"are {self.steps or 'null'} and {self.tokens or 'null'}"
+            )
+        if self.tokens is not None and self.tokens < self.batch_size * self.sequence_length:
+            raise UsageError(
+                f"training.tokens={self.tokens} is less than one batch of "
+                f"{self.batch_size} x {self.sequence_length} tokens"
+            )
+        if self.warmup > 1 and self.warmup % 1:  # a number like 1.5 may be meant as either
+            raise UsageError(
+                f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -221,5 +216,5 @@ class Training:
 
     @property
     def total_steps(self) -> int:
-        """The number of optimizer steps of one run."""
+        """The number of optimizer steps of one run, whichever of the two lengths is given."""
         return self.steps or (self.tokens or 0) // self.tokens_per_step

@@ -18,20 +18,14 @@ def render(
     *,
     package: str = "coupled_adam.rendering",
 ) -> str:
-    """Render a page from a template.
+    """A page from a template in the folder ``templates`` of a package, with embedded pictures.
 
-    Args:
-        template: the name of a file in the folder ``templates`` of ``package``. It may extend
-            ``base.html``, and include ``figures.html``, which shows the pictures.
-        values: the variables of the template; rendering fails if one is missing.
-        pictures: the pictures to embed.
-        package: the package that contains the template.
+    It may extend ``base.html``, and include ``figures.html``, which shows the pictures. Rendering
+    fails if a variable of the template is not among the values.
     """
     # Templates of another package extend those of this one.
     packages = [jinja2.PackageLoader(name) for name in (package, "coupled_adam.rendering")]
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(packages),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
+        loader=jinja2.ChoiceLoader(packages), autoescape=True, undefined=jinja2.StrictUndefined
     )
     return environment.get_template(template).render(values, pictures=pictures)

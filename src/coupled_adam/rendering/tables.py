@@ -36,13 +36,9 @@ class Cell:
 class Table:
     """A table for the terminal (where it prints), for pages and for papers.
 
-    Attributes:
-        columns: the headers.
-        rows: a text or a :class:`Cell` for each column. A text in place of a row is the title of
-            the rows below it; an empty one only sets them apart.
-        title: what is above the table.
-        notes: what is below it, a paragraph each.
-        left: the columns that are aligned to the left.
+    A row is a text or a :class:`Cell` for each column. A text in place of a row is the title of the
+    rows below it; an empty one only sets them apart. ``notes`` are paragraphs below the table, and
+    ``left`` the columns that are aligned to the left.
     """
 
     columns: Sequence[str]
@@ -63,13 +59,13 @@ class Table:
         console = Console(width=1000, color_system=None)
         with console.capture() as captured:
             console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return "\n".join(printable(line).rstrip() for line in captured.get()[:-1].split("\n"))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
         yield from ("", self._for_terminal())
-        yield from (Text(printable(note), "dim") for note in self.notes)
+        yield from (Text(note, "dim") for note in self.notes)
         yield ""
 
     # Without this, rich would take the table to be as wide as the terminal, however narrow that is.
@@ -77,7 +73,7 @@ class Table:
         return console.measure(self._for_terminal(), options=options)
 
     def _for_terminal(self) -> RichTable:
-        """The table for rich, in which no text can control a terminal."""
+        """The table for rich."""
         from rich import box
         from rich.cells import cell_len
         from rich.table import Table as RichTable
@@ -91,7 +87,7 @@ class Table:
             padding=(0, 1, 0, 0),
             show_edge=False,
             show_header=any(self.columns),
-            title=Text(printable(self.title), "bold") if self.title else None,
+            title=Text(self.title, "bold") if self.title else None,
             title_justify="left",
         )
         rows = [*self.cells()]
@@ -101,7 +97,7 @@ class Table:
             # rows stands in the first column, which a long one must not widen.
             is_text, width = index in self.left, max(map(cell_len, [header, *cells]))
             table.add_column(
-                Text(printable(header)),
+                Text(header),
                 justify="left" if is_text else "right",
                 overflow="fold",
                 no_wrap=not is_text,
@@ -111,14 +107,12 @@ class Table:
         # A title between rows has an empty line above it, except at the top.
         for number, row in enumerate(rows):
             if not isinstance(row, str):
-                table.add_row(
-                    *(Text(printable(cell.text), "bold" if cell.bold else "") for cell in row)
-                )
+                table.add_row(*(Text(cell.text, "bold" if cell.bold else "") for cell in row))
                 continue
             if number:
                 table.add_row()
             if row:
-                table.add_row(Text(printable(row), "bold"))
+                table.add_row(Text(row, "bold"))
         return table
 
     # Other formats
@@ -138,9 +132,9 @@ class Table:
         return table + "".join(f"\n{_markdown_text(note)}\n" for note in self.notes)
 
     def latex(self) -> str:
-        """The table in LaTeX, for the package booktabs; symbols in headers become formulas."""
+        """The table in LaTeX, for the package booktabs; symbols become formulas."""
         sides = "".join("l" if index in self.left else "r" for index in range(len(self.columns)))
-        lines = [" & ".join(map(_latex_header, self.columns)) + r" \\"]
+        lines = [" & ".join(map(_latex_text, self.columns)) + r" \\"]
         if self.rows and not isinstance(self.rows[0], str):  # a title has a rule of its own
             lines.append(r"\midrule")
         for row in self.cells():
@@ -174,33 +168,21 @@ _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "^": r"\textasciicircum{}",
     "\\": r"\textbackslash{}",
     "–": "--",
+    "‖": r"$\|$",
+    "μ": r"$\mu$",
+    "ʳ": "$^r$",
+    "ρ": r"$\rho$",
+    "κ": r"$\kappa$",
+    "r̄": r"$\bar{r}$",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
 }
-_SYMBOLS = {
-    "‖": r"\|",
-    "μ": r"\mu",
-    "ʳ": "^r",
-    "ρ": r"\rho",
-    "κ": r"\kappa",
-    "r̄": r"\bar{r}",
-    "↑": r"\uparrow",
-    "↓": r"\downarrow",
-}
+_IN_LATEX = re.compile("|".join(map(re.escape, _LATEX)))
 
 
 def _latex_text(text: str) -> str:
-    escaped = "".join(_LATEX.get(c, c) for c in text)
+    escaped = _IN_LATEX.sub(lambda match: _LATEX[match[0]], text)
     return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
-
-
-def _latex_header(text: str) -> str:
-    """Escape a header, with its symbols as formulas."""
-    # Neighbouring symbols become one formula, as of ‖μ‖ʳ.
-    symbol = "|".join(_SYMBOLS)
-
-    def formula(symbols: re.Match[str]) -> str:
-        return "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], symbols[0]) + "$"
-
-    return re.sub(f"(?:{symbol})+", formula, _latex_text(text))
 
 
 def fixed(number: float, decimals: int) -> str:

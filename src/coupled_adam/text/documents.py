@@ -42,16 +42,15 @@ _OPEN: dict[str, Callable[..., Any]] = {
 def documents(path: Path, separator: str | None = None, column: str = "text") -> Iterator[str]:
     """Yield the documents of a text, none of which is blank; every pass yields the same ones.
 
+    Raises UsageError if a file cannot be read, there is no text, or the separator never occurs in
+    plain text; the message begins with a path.
+
     Args:
         path: a file or a folder, as for :func:`text_files`. A file with an unknown ending is read
             as plain text; upper and lower case are alike.
         separator: the text between two documents of plain text; None cuts it into passages. It is
             searched for :func:`as_understood`.
         column: the column, or the key in JSON, that holds the text of a table.
-
-    Raises:
-        UsageError: a file cannot be read, there is no text, or the separator never occurs in plain
-            text; the message begins with a path.
     """
     empty, occurs = True, separator is None
     searched = None if separator is None else as_understood(separator)

@@ -33,18 +33,15 @@ def reach_hub() -> None:
 def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Download a model's files with names of these patterns; in a subfolder, only if all say so."""
     from huggingface_hub import snapshot_download
-    from tqdm.asyncio import tqdm_asyncio
-
-    class Bar(tqdm_asyncio):  # type: ignore[type-arg]
-        """Shown even where the hub's own bars are hidden."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": None, "leave": False})
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, not listed
+        enable_progress_bars,
+    )
 
     reach_hub()
+    enable_progress_bars()
     ignored = None if all("/" in pattern for pattern in patterns) else ["*/*"]
     kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ignored}
-    return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **kept))
+    return Path(snapshot_download(name, revision=revision, **kept))
 
 
 def hub_error(error: BaseException) -> str:

@@ -42,9 +42,7 @@ class TokenFile:
         """The ids [stop - start] of a part; a relative path is relative to ``folder``.
 
         The file is not kept open, since a large corpus has more files than a process may open.
-
-        Raises:
-            OSError: the file cannot be read, or has become shorter.
+        Raises OSError if the file cannot be read, or has become shorter.
         """
         path, count = folder / self.path, min(stop, self.length) - start
         ids = np.fromfile(path, self.dtype, count, offset=self._byte(start))
@@ -85,15 +83,13 @@ class Tokens:
 def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFile:
     """Describe all tokens of a file, which may have llm.c's header, or be an array of NumPy.
 
-    Anything else that has a format, or is text, is refused: its bytes are no ids.
+    Anything else that has a format, or is text, is refused: its bytes are no ids. Raises UsageError
+    if the file cannot be read, is truncated, or holds other things or wider numbers.
 
     Args:
         vocab_size: V, above all ids.
         dtype: the type of the ids, ``"uint16"``, ``"uint32"`` or ``"int64"``. None is that of the
             header or, without one, the smaller of uint16 and uint32 that can represent the ids.
-
-    Raises:
-        UsageError: the file cannot be read, is truncated, or holds other things or wider numbers.
     """
     try:
         with regular(path).open("rb") as file:

@@ -25,10 +25,8 @@ _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own th
 def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
 
-    The name may also be that of a ``tokenizer.json``.
-
-    Raises:
-        UsageError: if there is none, or it cannot be read.
+    The name may also be that of a ``tokenizer.json``. Raises UsageError if there is none, or it
+    cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
@@ -43,10 +41,7 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
             tokenizer = cls(tokenizer_file=str(regular(Path(name))))
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                name,
-                revision=revision or "main",
-                local_files_only=is_here,
-                trust_remote_code=False,
+                name, revision=revision or "main", local_files_only=is_here, trust_remote_code=False
             )
         # That nothing stands for what it does not know shows only here: a hieroglyph.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
@@ -139,9 +134,7 @@ def token_pieces(
     """Yield the token ids of a text, those of some documents at a time, [tokens].
 
     Each document is preceded by :func:`document_start`, which takes the model's configuration.
-
-    Raises:
-        UsageError: the text cannot be read, or is empty, or the tokenizer knows nothing of it.
+    Raises UsageError if the text cannot be read, or is empty, or the tokenizer knows nothing of it.
     """
     from tqdm import tqdm
 

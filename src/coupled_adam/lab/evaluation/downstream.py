@@ -28,16 +28,11 @@ _ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first one that a task re
 
 
 class Downstream:
-    """Tasks of the lm-evaluation-harness, to run on models.
+    """Tasks of the lm-evaluation-harness, by the names of tasks, groups or tags.
 
-    Args:
-        names: the names of tasks, groups or tags.
-        folder: a folder with the user's own tasks (YAML, also in subfolders), which come first.
-        limit: how many examples of each task to use, from its start; None for all, as in the paper.
-
-    Raises:
-        UsageError: the harness is not installed, there is no such task, its data cannot be loaded,
-            or it does not report an accuracy.
+    ``folder`` has the user's own tasks (YAML); then the harness's are looked up. ``limit`` is how
+    many examples of each are used, from its start. Raises UsageError if the harness is not
+    installed, there is no such task, its data cannot be loaded, or it does not report an accuracy.
     """
 
     def __init__(
@@ -58,7 +53,7 @@ class Downstream:
             self._manager = TaskManager(include_path=path)
         self.names = list(dict.fromkeys(names))
         self.limit = limit
-        # Loaded before anything is evaluated, which may take hours, to see that they can be.
+        # Loaded once before anything is evaluated, which may take hours, to see that it can be.
         try:
             tasks = self._manager.load(self.names)["tasks"]
         except Exception as error:  # raised by several libraries and by the tasks' own code
@@ -70,7 +65,7 @@ class Downstream:
             measured = task.aggregation()
             require(
                 {*measured} & {*_ACCURACIES},
-                f"--lm-eval {name} measures {', '.join(measured)}, but no accuracy",
+                f"--lm-eval {name} measures {', '.join(measured)}, and no accuracy",
             )
 
     def evaluate(
@@ -81,11 +76,8 @@ class Downstream:
         Returns:
             ``accuracy``, from 0 to 1, the mean over tasks (a group is one, a tag all its tasks);
             its ``stderr``, sqrt(sum se^2) / n as if the tasks were independent, or None if the
-            harness reports none; ``tasks``, with ``accuracy``, ``stderr`` and ``metric`` of each;
-            the ``versions`` of harness and tasks; and the ``limit``.
-
-        Raises:
-            UsageError: the harness cannot use the tokenizer.
+            harness reports none; ``tasks``, the same for each; the ``versions`` of harness and
+            tasks; and the ``limit``.
         """
         import lm_eval
         from lm_eval.models.huggingface import HFLM

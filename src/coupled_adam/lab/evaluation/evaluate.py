@@ -31,7 +31,6 @@ from coupled_adam.lab.evaluation.load_model import (
     block_length,
     check_model,
     load_model,
-    load_model_tokenizer,
     load_trained,
 )
 from coupled_adam.lab.models import output_embeddings, parameters, require_causal
@@ -40,7 +39,7 @@ from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.outputs import sole_writer
 from coupled_adam.runs import EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
-from coupled_adam.text.tokenizers import text_tokens
+from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
 _TOKENS = 8192  # tokens per forward pass, so that the logits [tokens, V] fit into memory
 _NOT_ASKED_FOR = {"word_similarity": None, "lm_eval": None}
@@ -65,18 +64,13 @@ def evaluate_run(
     - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
     - ``parameters``: N
     - ``embeddings``, ``input_embeddings``: :meth:`EmbeddingReport.to_dict`; null for tied inputs
-    - ``word_similarity``: :meth:`WordSimilarityReport.to_dict` of the output embeddings, or null
-    - ``lm_eval``: the result of :meth:`Downstream.evaluate`, or null
+    - ``word_similarity``, ``lm_eval``: what :class:`Downstream` and the sets give, or null
 
     Args:
         corpus: the run's corpus, or a function that prepares it if there is no test loss yet.
         batches: the number of batches, of the recipe's size and from the start of the test split,
             for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
-        sets, downstream: if given, evaluated, even if they were before.
-
-    Raises:
-        UsageError: the run's training has not finished, its folder cannot be written, or one of its
-            files is damaged.
+        sets, downstream: if given, what is evaluated, even if it was before.
     """
     recipe, folder = run.recipe, run.folder
     require(
@@ -87,7 +81,7 @@ def evaluate_run(
     done = read_evaluation(folder)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    # A file that is older than a measure is completed.
+    # A file from before a measure was added is completed.
     measured = {*(done.get("embeddings") or {}), *done}
     has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
@@ -105,7 +99,7 @@ def evaluate_run(
         number = parameters(recipe, variant.build_model)
         _record(folder, {"parameters": number, **measures(model, run.counts())})
     # 3. What is asked for
-    tokenizer = functools.partial(load_model_tokenizer, folder / MODEL)
+    tokenizer = functools.partial(load_tokenizer, folder / MODEL)
     for scores in _scores(model, tokenizer, sets, downstream):
         _record(folder, scores)
     return read_evaluation(folder)
@@ -131,26 +125,21 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Evaluate a causal language model in Hugging Face format, without writing any files.
 
+    The parts are those of :func:`evaluate_run`; what was not requested is None. Raises UsageError
+    if there is no such model, tokenizer or text, or they do not fit together.
+
     Args:
-        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors.
         text: a file or folder, for the test loss and the unigram counts. Each document (or passage
             of plain text) is preceded by the token that begins a text.
-        batches: the number of batches of 8 blocks, from the start of the text, for the test loss;
-            None uses the whole text.
-
-    Returns:
-        The same parts as :func:`evaluate_run`; parts that were not requested are None.
-
-    Raises:
-        UsageError: there is no such model, tokenizer or text, or they do not fit together.
+        batches: the number of batches of 8 blocks, from the start of the text; None is the whole.
     """
     # 1. What is given, before the weights are loaded
     check_model(source)
     require(
         batches is None or text is not None,
-        "--batches applies to the test loss: name a text with --text",
+        "--batches is for the test loss: name a text for it with --text",
     )
-    tokenizer = functools.cache(lambda: load_model_tokenizer(source, revision))
+    tokenizer = functools.cache(lambda: load_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
@@ -177,11 +166,9 @@ def evaluate_model(
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
-    A variant may pad its matrices: rows past the length of ``counts`` [V] are no tokens of the
-    text, and are left out.
-
-    Raises:
-        UsageError: the embeddings are not finite or all zero, or ``counts`` [V] do not fit them.
+    A variant may pad its matrices: rows behind those of ``counts`` [V] are no tokens of the text,
+    and left out. Raises UsageError if the embeddings are not finite or all zero, or ``counts`` [V]
+    do not fit them.
     """
     output = output_embeddings(model).detach()  # [V, H]
     inputs: Any = model.get_input_embeddings().weight  # [V, H]
@@ -203,17 +190,14 @@ def held_out_loss(
     sequences: int | None,
     losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
 ) -> dict[str, Any]:
-    """The mean cross-entropy of all complete blocks, or of the first ``sequences``.
+    """``test_loss``, the mean cross-entropy of all complete blocks or of the first ``sequences``.
+
+    And ``test_tokens``, the number of predicted tokens. Raises UsageError if the loss is not
+    finite.
 
     Args:
         tokens: the ids of the text, [tokens].
         losses: the loss of each sequence of a batch, as in a :class:`Variant`.
-
-    Returns:
-        ``test_loss``, and ``test_tokens``, the number of predicted tokens.
-
-    Raises:
-        UsageError: the loss is not finite.
     """
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]  # and the target of the last one
@@ -237,7 +221,7 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
     The arguments and errors are those of :func:`evaluate_model`.
     """
     model = load_model(folder, device)
-    tokens = _tokens_of(text, load_model_tokenizer(folder), model)
+    tokens = _tokens_of(text, load_tokenizer(folder), model)
     try:
         loss: float = _text_loss(model, tokens, batches)["test_loss"]
     except UsageError:  # it is not finite
@@ -248,13 +232,13 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
 def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
-    """The tokens of a text; UsageError if they do not fill a block of the model."""
+    """The tokens of a text, which are enough for a block of the model."""
     with prefixed_usage_error("--text ", UsageError):
         tokens = text_tokens(text, tokenizer, model.config.to_dict())
     needed = block_length(model) + 1
     require(
         len(tokens) >= needed,
-        f"--text {text} is too short: it has {len(tokens)} tokens, and a block takes {needed}",
+        f"--text {text} is too short: it has {len(tokens)} tokens, and a block {needed}",
     )
     return tokens
 

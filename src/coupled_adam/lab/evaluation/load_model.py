@@ -1,23 +1,18 @@
-"""Load models and tokenizers from folders or the hub, for evaluation."""
+"""Load models and tokenizers from folders or the hub, as an evaluation needs them."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.fields import require
-from coupled_adam.inputs import bounded_model, check_model_folder
+from coupled_adam.inputs import check_model_folder
 from coupled_adam.lab.run import Run, read_run
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import MODEL, inner_runs
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
-from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def trusted_run(folder: Path, variant: str | None = None) -> Run:
@@ -60,12 +55,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
-    Args:
-        source: the model's folder, or its id on the Hugging Face hub.
-        cls: its class, where its configuration does not tell.
-
-    Raises:
-        UsageError: there is no such model, or its weights are damaged or incomplete.
+    Raises UsageError if there is no such model, or its weights are damaged or not all there.
+    ``cls`` is its class, where its configuration does not tell.
     """
     check_model(source)
     is_here = Path(source).exists()
@@ -73,19 +64,18 @@ def load_model(
         reach_hub()
     where: Any = {"revision": revision or "main", "local_files_only": is_here}
     try:
-        with bounded_model():
-            model, report = cls.from_pretrained(
-                source,
-                **where,
-                dtype=torch.float32,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+        model, report = cls.from_pretrained(
+            source,
+            **where,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{source}: {reason}") from None
-    # transformers only warns, and fills them in at random.
+    # transformers only warns of them, and makes them up.
     missing = ", ".join(sorted(report["missing_keys"])[:3])
     require(not missing, f"{source}: weights are missing and would be random: {missing}")
     loaded: PreTrainedModel = model.to(device).eval()
@@ -97,20 +87,10 @@ def load_trained(run: Run, device: str) -> tuple[PreTrainedModel, Variant]:
     variant = load_variant(run.recipe.variant)
     if run.recipe.variant is None:
         return load_model(run.folder / MODEL, device), variant
-    # transformers does not know a variant's own class: ask a model that is built without weights.
+    # A variant's own class is in no registry of transformers; built without weights, to ask it.
     with torch.device("meta"):
         cls = type(variant.build_model(run.recipe))
     return load_model(run.folder / MODEL, device, cls=cls), variant
-
-
-def load_model_tokenizer(
-    source: Path | str, revision: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, from its folder or the hub; UsageError if it has none."""
-    try:
-        return load_tokenizer(source, revision)
-    except UsageError as error:
-        raise UsageError(f"{error}, which this needs: save it with the model") from None
 
 
 def block_length(model: PreTrainedModel) -> int:

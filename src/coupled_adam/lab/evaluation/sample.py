@@ -25,11 +25,8 @@ def sample(
 
     The prompt, which is not returned, follows the token that begins a document, as in training. The
     model sees as many of the last tokens as it allows, but at most 1024. The logits are divided by
-    the temperature; 0 takes the most probable token every time.
-
-    Raises:
-        UsageError: the prompt is empty and the tokenizer has neither a BOS nor an EOS token, or a
-            logit is not finite.
+    the temperature; 0 takes the most probable token every time. Raises UsageError if the prompt is
+    empty and the tokenizer has neither a BOS nor an EOS token, or a logit is not finite.
     """
     prompt_ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
     ids = [*document_start(tokenizer, model.config.to_dict()), *prompt_ids]
@@ -38,8 +35,7 @@ def sample(
     rows = len(embeddings.weight)  # V
     require(
         max(ids) < rows,
-        f"{model.name_or_path}: its tokenizer does not fit its model: the text begins with the "
-        f"token {max(ids)}, and the embeddings have {rows} rows",
+        f"{model.name_or_path}: its tokenizer does not fit its model: it has the token {max(ids)}",
     )
     # Rows that pad the vocabulary belong to no token.
     length, vocab_size = block_length(model), max(tokenizer.get_vocab().values()) + 1

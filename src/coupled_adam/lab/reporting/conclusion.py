@@ -8,13 +8,7 @@ import numpy as np
 import pandas as pd
 
 from coupled_adam.errors import own_command
-from coupled_adam.lab.reporting.frame import (
-    TEST_LOSS,
-    baseline_of,
-    best_of_each,
-    by_seed,
-    groups,
-)
+from coupled_adam.lab.reporting.frame import TEST_LOSS, baseline_of, best_of_each, by_seed, groups
 from coupled_adam.lab.reporting.statistics import paired_t_test, shown_p
 from coupled_adam.lab.run import Run
 from coupled_adam.runs import COMPARISON
@@ -24,7 +18,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
     The arms are compared with the best AdamW by two-sided t-tests over pairs of runs with the same
-    seed, which start from the same weights and see the same batches. A difference counts
+    seed, which start from the same weights and see the same batches. A difference is called one
     only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
@@ -45,7 +39,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
 
 
 def _with_short_names(text: str, runs: Iterable[Run]) -> str:
-    """A text that gives the options of an arm with its own name only at its first mention."""
+    """A text in which an arm with a name of its own has its options where it comes first only."""
     for name, label in {run.arm_name: run.label for run in runs}.items():
         first = text.find(label) + len(label)
         if label.startswith(f"{name}: ") and label in text:
@@ -129,19 +123,12 @@ def _states(arms: Sequence[pd.DataFrame]) -> list[str]:
     if not np.isfinite(sizes).all():
         return []
     most = max(sizes)
-    named = [
-        f"{_bytes(size)} ({_label(arm)}{_share(size, most)})" for arm, size in zip(arms, sizes)
-    ]
+    named = []
+    for arm, size in zip(arms, sizes):
+        number = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
+        share = f", 1/{most / size:.0f} of the largest" if 0 < size <= most / 2 else ""
+        named.append(f"{number} ({_label(arm)}{share})")
     return [f"Optimizer state of the embeddings: {', '.join(named)}."]
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
-
-
-def _share(size: float, most: float) -> str:
-    """How much smaller a state is than the largest, if it is at most half of it."""
-    return f", 1/{most / size:.0f} of the largest" if 0 < size <= most / 2 else ""
 
 
 def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:

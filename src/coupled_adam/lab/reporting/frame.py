@@ -1,4 +1,4 @@
-"""The data frame of runs, a row for each finished run, from which a report is made."""
+"""The data frame of runs: a row for each finished run, of which all parts of a report are made."""
 
 import dataclasses
 import math
@@ -40,11 +40,14 @@ COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
 """What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
 false, which are on the page and in the CSV files only."""
 
-_LOGGED = ("valid_loss", "embedding_state_bytes")
+_FROM_LOG = ("valid_loss", "embedding_state_bytes")
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     """Find the runs below some folders: those that are finished, and why others are left out.
+
+    Raises UsageError if a folder has no runs, a file of a run is damaged, or an experiment has runs
+    of different settings.
 
     Returns:
         The finished runs in the table's order, a row each, with these columns:
@@ -61,10 +64,6 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
         - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
         - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
           state of the token embeddings; NaN if not logged
-
-    Raises:
-        UsageError: a folder has no runs, a file of a run is damaged, or an experiment has runs of
-            different settings.
     """
     # 1. The folders of runs
     runs: list[Run] = []
@@ -73,7 +72,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     configs: dict[Path, Path] = {}
     for folder in folders:
         there = [path for path in files_below(folder) if path.name in (CONFIG, COUNTS)]
-        require(there, f"{folder}: no run is there; coupled-adam compare makes some")
+        require(there, f"{folder}: there is no run in it; coupled-adam compare makes some")
         configs |= {resolved(path): path for path in there if path.name == CONFIG}
         # The counts are written before the configuration: a run that was killed then, or lost it.
         for path in there:
@@ -104,7 +103,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
-    numbers = [*COLUMNS, *_LOGGED]
+    numbers = [*COLUMNS, *_FROM_LOG]
     names = ["run", "experiment", "arm", "family", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     # With all columns even if there is no run; None becomes NaN, which pandas leaves out of means.
@@ -118,7 +117,7 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """A row of the frame, without what depends on other runs."""
+    """A row of the frame, but for what depends on the other runs."""
     return {
         "run": run,
         "experiment": run.recipe.name,
@@ -131,7 +130,7 @@ def _row(run: Run) -> dict[str, Any]:
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
         **{key: measure.value(run.evaluation) for key, measure in COLUMNS.items()},
-        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
+        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _FROM_LOG},
     }
 
 
@@ -148,15 +147,14 @@ def _check_comparable(runs: Sequence[Run]) -> None:
         for key, values in differences(settings(first), settings(run)).items():
             raise UsageError(
                 f"{first.folder} and {run.folder} are both of the recipe {run.recipe.name}, but "
-                f"differ in {key} ({values[0]} and {values[1]}), and cannot be compared: make a "
-                "report of each, or evaluate them again over the same tokens"
+                f"differ in {key} ({values[0]} and {values[1]}): make a report of each"
             )
 
 
 def _baseline(experiment: pd.DataFrame) -> Arm | None:
-    """The AdamW that the others of an experiment are compared with: the best in validation.
+    """The AdamW with which the others of an experiment are compared: the best in validation.
 
-    An arm with missing runs, such as diverged ones, is not chosen.
+    One of which runs are missing, as one that diverged, is not chosen.
     """
     adamws = experiment[experiment.optimizer == "adamw"]
     arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
@@ -182,7 +180,7 @@ def groups(frame: pd.DataFrame, column: str) -> list[pd.DataFrame]:
 
 
 def baseline_of(arms: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
-    """The arm that the others of an experiment are compared with; None if there is none."""
+    """The arm of an experiment with which the others are compared; None if there is none."""
     return next((arm for arm in arms if arm.is_baseline.all()), None)
 
 
@@ -190,7 +188,7 @@ def best_of_each(experiment: pd.DataFrame, column: str) -> list[pd.DataFrame]:
     """The best of the arms with each value of a column, such as the family or the optimizer.
 
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
-    a fair estimate. An arm with missing runs, such as diverged ones, is not chosen.
+    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
     """
     arms = experiment.groupby([column, "setup"], sort=False).valid_loss.agg(["count", "mean"])
     # Among all arms of the experiment, so that each comparison is over the same seeds. Without

@@ -37,14 +37,7 @@ _FILES = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "res
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A report that was written: it prints as text and table, and shows itself in a notebook.
-
-    Attributes:
-        page: the path of its page.
-        conclusion: what the runs show, a sentence or a few for each experiment.
-        table: the results.
-        overview: the most important picture, a PNG.
-    """
+    """A report that was written: it prints as text and table, and shows itself in a notebook."""
 
     page: Path
     conclusion: Sequence[str]
@@ -63,18 +56,13 @@ class Report:
 
 
 def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
-    """Write a report of all finished runs in some folders.
+    """Write a report of all finished runs in some folders; for ``bold`` see :func:`arm_results`.
 
-    ``index.html`` contains everything, for a browser; its table has the test of its sentences, and
-    ``table.md`` and ``table.tex`` have the paper's. The other files are ``table.md``,
-    ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
-    results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, its
-    files are replaced once all new ones are written, and pictures that it no longer has are
-    removed; anything else is left as it is. ``bold`` is explained at :func:`arm_results`.
-
-    Raises:
-        UsageError: a folder has no runs, or none has finished; a run is damaged, runs of one recipe
-            name cannot be compared, or ``out`` is not a report.
+    ``index.html`` contains everything, for a browser, with the test of its sentences; ``table.md``
+    and ``table.tex`` have the paper's. If ``out`` is already a report, its files are replaced once
+    all new ones are written, and pictures that it no longer has are removed; anything else is left
+    as it is. Raises UsageError if a folder has no runs, or none has finished; a run is damaged,
+    runs of one recipe name cannot be compared, or ``out`` is not a report.
     """
     for folder in folders:
         require(folder.is_dir(), f"{folder}: there is no such folder")
@@ -96,18 +84,18 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     places = ", ".join(map(str, folders))
     require(
         not frame.empty,
-        f"{places}: no finished run is there; coupled-adam compare makes some",
+        f"{places}: there is no finished run in it; coupled-adam compare makes some",
     )
-    # 2. What it says, in two tables: the page's has more columns, and the test of the sentences;
-    # the paper's has the paper's test
-    rows, paper_rows = arm_results(frame, bold, paired=True), arm_results(frame, bold)
+    # 2. What it says; two tables, as a page has space for more columns than a paper, and the test
+    # of the sentences, while a paper's table has the paper's test
+    rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
-    # Measures that only reproduce the paper's code to the digit are in the CSV files alone.
+    # What agrees with the paper's code to the digit is for those who compare, in the CSV files.
     page_columns = [column for column in all_columns if not column.key.endswith("_published")]
     notes, sentences = footnotes(frame, bold, paired=True), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)
-    page_table = results_table(rows, page_columns, notes, titled=True, seeds=True)
-    paper_table = results_table(paper_rows, columns, footnotes(frame, bold))
+    page_table = results_table(rows, page_columns, notes, on_page=True, seeds=True)
+    paper_table = results_table(rows, columns, footnotes(frame, bold))
     results = [
         {"recipe": run.recipe.name, "arm": run.arm_name, "seed": run.seed, **run.evaluation}
         for run in frame.run
@@ -127,7 +115,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     for picture in drawing:
         contents |= {f"{picture.file}.png": picture.png, f"{picture.file}.svg": picture.svg}
     _replace(out, contents)
-    shown = results_table(rows, columns, notes, titled=True)
+    shown = results_table(rows, columns, notes, on_page=True)
     return Report(out / "index.html", sentences, shown, first.png)
 
 

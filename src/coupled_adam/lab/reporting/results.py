@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.frame import COLUMNS, baseline_of, by_seed, groups
+from coupled_adam.lab.reporting.frame import COLUMNS, by_seed, groups
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     SecondMomentFit,
@@ -31,21 +31,15 @@ class Metric:
     """A metric of an arm over its seeds.
 
     ``p`` is that of the paper's test against the baseline, if any, and ``p_paired`` that over the
-    differences between runs with the same seed; ``p_shown`` is that of the test behind ``bold``.
+    differences between runs with the same seed. The cell of a table is bold by the paper's test,
+    and that of a page by the test of its sentences.
     """
 
     values: list[float]
-    text: str
     p: float | None
     p_paired: float | None
-    p_shown: float | None
-    bold: bool
-
-    @property
-    def cell(self) -> Cell:
-        """What a table shows of it; a page also shows the p that makes it bold."""
-        p = self.p_shown if self.bold else None
-        return Cell(self.text, self.bold, note="" if p is None else shown_p(p))
+    cell: Cell
+    page_cell: Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,83 +56,67 @@ class ArmResult:
         return int(self.run.evaluation["parameters"])
 
 
-def arm_results(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False) -> list[ArmResult]:
+def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
     """Create a row for each arm of each experiment, with significantly better values in bold.
 
-    Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
+    Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F) and, as in the
+    sentences of a report, by a two-sided t-test over pairs of runs with equal seeds.
 
     Args:
-        paired: use a two-sided t-test over pairs of runs with equal seeds instead, as the sentences
-            of a report do.
-        bold: ``"adamw"``: an arm is bold where it is better than the baseline. AdamW is bold if
-            there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
-            bold where it is better than each other arm of the experiment, as in Table 7.
-            ``"value"``: an arm is bold where its mean is the best, without a test, as the single
-            runs of Table 2 are.
+        bold: ``"adamw"``: better than the baseline; AdamW is bold if there is only one other arm
+            and that is significantly worse. ``"all"``: better than each other arm of the
+            experiment, as in Table 7. ``"value"``: the best mean, without a test, as the single
+            runs of Table 2.
     """
     rows = []
     for experiment in groups(frame, "experiment"):
         arms = groups(experiment, "setup")
-        baseline = baseline_of(arms)
-        for arm in arms:
-            # Without a p in the baseline's row, which readers would take for that of another row.
-            against = None if arm is baseline else baseline
-            # An arm is bold where it is better than each of its rivals.
-            rivals = [rival for rival in arms if rival is not arm]
-            if bold == "adamw" and (arm is not baseline or len(rivals) > 1):
-                rivals = [] if against is None else [against]
-            level = None if bold == "value" else SIGNIFICANCE
-            metrics = {
-                key: _metric(m, arm, against, rivals, level, paired) for key, m in COLUMNS.items()
-            }
+        by_column = {key: _metrics(column, arms, bold) for key, column in COLUMNS.items()}
+        for number, arm in enumerate(arms):
+            metrics = {key: of_arms[number] for key, of_arms in by_column.items()}
             rows.append(ArmResult(arm.run.iloc[0], len(arm), metrics))
     return rows
 
 
-def _metric(
-    column: Measure,
-    arm: pd.DataFrame,
-    against: pd.DataFrame | None,
-    rivals: Sequence[pd.DataFrame],
-    level: float | None,
-    paired: bool,
-) -> Metric:
-    """A metric with its tests against one arm, bold if it is better than each of the rivals.
-
-    It is better if p is below the level or, if that is None, if its mean is.
-    """
+def _metrics(column: Measure, arms: Sequence[pd.DataFrame], bold: Bold) -> list[Metric]:
+    """A metric of each arm of an experiment, with its tests against the baseline and its rivals."""
     assert column.better is not None
-    better, seeds = column.better, by_seed(arm, column)
-    values = [*seeds.values()]
-    compared = [*rivals, *([] if against is None else [against])]
-    theirs = {id(rival): by_seed(rival, column) for rival in compared}
-    # Unpaired, as in the paper, and over pairs
-    p = {key: one_sided_t_test(values, [*x.values()], better) for key, x in theirs.items()}
-    pairs = {key: paired_t_test(seeds, x) for key, x in theirs.items()}
-
-    def decisive_p(rival: pd.DataFrame) -> float | None:
-        test = pairs[id(rival)]
-        if not paired:
-            return p[id(rival)]
-        return None if test is None else test.p if test.direction == better else 1.0
-
-    def is_better(rival: pd.DataFrame) -> bool:
-        if level is not None:
-            return (x := decisive_p(rival)) is not None and x < level
-        sign = 1 if better == "higher" else -1
-        # NaN where either side has no value, which is not greater than anything.
-        difference: float = arm[column.key].mean() - rival[column.key].mean()
-        return sign * difference > 0
-
-    test = None if against is None else pairs[id(against)]
-    return Metric(
-        values,
-        shorthand(values, column.digits),
-        None if against is None else p[id(against)],
-        None if test is None else test.one_sided(better),
-        None if against is None else decisive_p(against),
-        bool(rivals) and all(map(is_better, rivals)),
-    )
+    better, sign = column.better, 1 if column.better == "higher" else -1
+    baseline = next((number for number, arm in enumerate(arms) if arm.is_baseline.all()), None)
+    seeds = [by_seed(arm, column) for arm in arms]
+    means = [sign * arm[column.key].mean() for arm in arms]
+    metrics = []
+    for number, own in enumerate(seeds):
+        # Without a p in the baseline's row, which readers would take for that of another row.
+        against = None if number == baseline else baseline
+        # An arm is bold where it is better than each of its rivals.
+        rivals = [rival for rival in range(len(arms)) if rival != number]
+        if bold == "adamw" and (number != baseline or len(rivals) > 1):
+            rivals = [] if against is None else [against]
+        text, values = shorthand([*own.values()], column.digits), [*own.values()]
+        p: dict[int | None, float | None] = {}
+        p_pairs: dict[int | None, float | None] = {}
+        p_paired = None
+        for rival in {*rivals, *([] if against is None else [against])}:
+            test = paired_t_test(own, seeds[rival])
+            p[rival] = one_sided_t_test(values, [*seeds[rival].values()], better)
+            p_pairs[rival] = None if test is None else test.p if test.direction == better else 1.0
+            if rival == against and test is not None:
+                p_paired = test.one_sided(better)
+        cells = []
+        for tests in (p, p_pairs):
+            # Without a value a mean is NaN, which is not greater than anything.
+            is_better = [
+                means[number] > means[rival]
+                if bold == "value"
+                else (x := tests[rival]) is not None and x < SIGNIFICANCE
+                for rival in rivals
+            ]
+            is_bold = bool(rivals) and all(is_better)
+            shown = tests.get(against) if is_bold else None
+            cells.append(Cell(text, is_bold, note="" if shown is None else shown_p(shown)))
+        metrics.append(Metric(values, p.get(against), p_paired, *cells))
+    return metrics
 
 
 def shown_columns(frame: pd.DataFrame, more: bool = False) -> list[Measure]:
@@ -180,17 +158,18 @@ def results_table(
     columns: Sequence[Measure],
     notes: Sequence[str],
     *,
-    titled: bool = False,
+    on_page: bool = False,
     seeds: bool = False,
 ) -> Table:
-    """The table of results, a row for each arm, on request with the number of seeds.
+    """The table of results, a row for each arm, with the number of seeds if this is asked for.
 
-    If it is titled, the title names the experiments, and D and N where all rows have the same.
+    That of a page has a title, which names the experiments, and D and N where all rows have the
+    same.
     """
     experiments = [*dict.fromkeys(row.run.recipe.name for row in rows)]
     sizes = {(short(row.run.recipe.tokens), short(row.parameters)) for row in rows}
-    title = ", ".join(experiments) if titled else ""
-    has_sizes = not titled or len(sizes) > 1
+    title = ", ".join(experiments) if on_page else ""
+    has_sizes = not on_page or len(sizes) > 1
     if not has_sizes:
         title += ": D = {} tokens, N = {} parameters".format(*next(iter(sizes)))
     # What a row is about stands to the left of its metrics.
@@ -206,7 +185,8 @@ def results_table(
         # An empty line sets experiments apart.
         if row.run.recipe.name != before.run.recipe.name:
             lines.append("")
-        cells = [row.metrics[column.key].cell for column in columns]
+        metrics = [row.metrics[column.key] for column in columns]
+        cells = [metric.page_cell if on_page else metric.cell for metric in metrics]
         number = [str(row.seeds)] if seeds else []
         lines.append([*(text(row) for text in about.values()), *cells, *number])
     header = [*about, *(column.header for column in columns), *["seeds"] * seeds]

@@ -74,13 +74,9 @@ def one_sided_t_test(
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """A paired t-test.
+    """A paired t-test: the mean difference of values and baseline, and the two-sided p.
 
-    Attributes:
-        difference: the mean difference of values and baseline.
-        low, high: the ends of its 95 % confidence interval.
-        p: the p-value of the two-sided test.
-        pairs: the number of pairs.
+    The 95 % confidence interval reaches from ``low`` to ``high``.
     """
 
     difference: float

@@ -49,9 +49,7 @@ class Checkpoints(pl.Callback):
         """The step and the path of the newest checkpoint that is whole; -1 and None without any.
 
         Those that are newer and damaged are removed: the run makes them again. Every rank calls it.
-
-        Raises:
-            UsageError: all of them are damaged.
+        Raises UsageError if all of them are damaged.
         """
         expected = on_rank_zero(self._expected)
         damaged: list[Path] = []

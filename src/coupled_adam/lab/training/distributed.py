@@ -18,31 +18,16 @@ T = TypeVar("T")
 
 
 def launcher() -> ClusterEnvironment | None:
-    """The launcher that started this process as one of several; None for a single process.
-
-    Raises:
-        UsageError: its environment variables are incomplete, or make no sense.
-    """
+    """The launcher that started this process as one of several; None for a single process."""
     environment: ClusterEnvironment
-    try:
-        if TorchElasticEnvironment.detect():
-            environment = TorchElasticEnvironment()
-        elif SLURMEnvironment.detect():
-            # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
-            environment = SLURMEnvironment(auto_requeue=False)
-        else:
-            return None
-        size, place = environment.world_size(), environment.global_rank()
-        # Lightning reads these later, where an error would be no UsageError.
-        _ = environment.local_rank(), environment.node_rank(), environment.main_port
-        if not 0 <= place < size:
-            raise ValueError(f"process {place} of {size}")
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"the environment variables of torchrun or SLURM cannot be used ({one_line(error)}): "
-            "start the processes with torchrun, or with srun --ntasks-per-node"
-        ) from None
-    return environment if size > 1 else None
+    if TorchElasticEnvironment.detect():
+        environment = TorchElasticEnvironment()
+    elif SLURMEnvironment.detect():
+        # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
+        environment = SLURMEnvironment(auto_requeue=False)
+    else:
+        return None
+    return environment if environment.world_size() > 1 else None
 
 
 def world_size() -> int:
@@ -108,7 +93,7 @@ def any_rank(flag: bool) -> bool:
 def on_every_rank(function: Callable[[], T]) -> list[T]:
     """Call a function on every rank; each gets the results of all.
 
-    An error on any rank ends all: a UsageError on each, any other as a TrainingError on the others.
+    An error on any rank ends all: with the same UsageError, or on the other ranks a TrainingError.
     """
     if world_size() == 1:
         return [function()]
@@ -138,7 +123,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def check_agreement(settings: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise a UsageError that names the keys, on all ranks, if settings differ between ranks."""
+    """Raise UsageError on all ranks, which names the keys, if settings differ between ranks."""
     first, *others = on_every_rank(settings) if world_size() > 1 else [{}]
     for number, other in enumerate(others, 1):
         different = "; ".join(

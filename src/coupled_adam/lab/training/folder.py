@@ -24,14 +24,10 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
-    """Create the run's folder, or check that it belongs to this run, and lock it.
+    """Create the run's folder, or check that it is this run's, and lock it until ``locks`` closes.
 
-    Args:
-        locks: the folder is unlocked when this closes.
-
-    Raises:
-        UsageError: if the folder holds another run, a run on another text, or other files and no
-            run; or is in use by another process.
+    Raises UsageError if the folder holds another run, a run on another text, or other files and no
+    run; or is in use by another process.
     """
     folder = run.folder
     locks.enter_context(claimed(folder, lambda: check_folder(run)))
@@ -55,19 +51,18 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
 
 
 def check_folder(run: Run) -> None:
-    """Raise UsageError if the run's folder holds anything but this run, or a part of it."""
+    """Raise UsageError if the run's folder holds something else than this run, or a part of it."""
     folder = run.folder
     if (folder / CONFIG).exists():
         require(
             read_run(folder).config == run.config,
             f"{folder} holds another run, see its config.yaml: choose another --out",
         )
-        # A file that is missing or damaged is named before the training, not after it.
+        # A file that is missing or damaged is named before the training, not behind it.
         for name in (ENVIRONMENT, COUNTS):
             require(
                 (folder / name).is_file(),
-                f"{folder} has no {name}, which says with which text it was begun: restore this "
-                "file, or choose another --out",
+                f"{folder} has no {name}, which tells its text: restore this file",
             )
         _ = run.environment, read_evaluation(folder), read_log(folder / METRICS)
     for entry in sorted(folder.iterdir() if folder.exists() else []):
@@ -76,7 +71,7 @@ def check_folder(run: Run) -> None:
             entry.name in (ENVIRONMENT, COUNTS)
             or entry.name.startswith(".")
             or (folder / CONFIG).exists(),
-            f"{folder} holds {entry.name} but no config.yaml, so it is no run: restore "
+            f"{folder} holds {entry.name} but no run, whose config.yaml would be there: restore "
             "that file, or choose another --out",
         )
         require(

@@ -54,23 +54,19 @@ class MetricsFile(Logger):
 def check_log(path: Path, last: int, evaluate_every: int) -> None:
     """Raise UsageError unless a log has what was due up to a step, each line once and in order.
 
-    What is lost could not be made again, since the run continues after it.
+    What is lost could not be made again, as the run continues behind it.
     """
+    # Each evaluation measures the embeddings, as does the beginning, and some steps are logged.
+    due = [(0, "isotropy")]
+    for step in range(1, last + 1):
+        due += [(step, "train_loss")] * (step % LOG_EVERY == 0)
+        due += [(step, "isotropy")] * (step % evaluate_every == 0)
+    keys = ("train_loss", "isotropy")
     entries = [entry for entry in read_log(path) if entry["step"] <= last]
-    lines = {
-        key: [entry["step"] for entry in entries if key in entry]
-        for key in ("train_loss", "valid_loss")
-    }
-    due = {
-        "train_loss": [*range(LOG_EVERY, last + 1, LOG_EVERY)],
-        "valid_loss": [*range(evaluate_every, last + 1, evaluate_every)],
-    }
-    others = [entry["step"] for entry in entries if not entry.keys() & due.keys()]
-    steps = [entry["step"] for entry in entries]
-    if lines != due or others != [0] or steps != sorted(steps):
+    if [(entry["step"], key) for entry in entries for key in keys if key in entry] != due:
         raise UsageError(
-            f"{path} does not have each line up to step {last}, where the run would continue, "
-            "exactly once: restore it, or remove the run's folder"
+            f"{path} does not have the lines of all steps up to {last}, each of them once, from "
+            "which the run would continue: restore it, or remove the run's folder"
         )
 
 

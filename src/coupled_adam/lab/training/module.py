@@ -23,10 +23,6 @@ class LanguageModel(pl.LightningModule):
 
     Each batch is one step, which this module itself splits into micro-batches. So Lightning's
     counters and the checkpoints do not depend on the micro-batch size, which may change on resume.
-
-    Attributes:
-        train_loss: this process's mean loss in the last step, a scalar tensor.
-        grad_norm: the norm of all gradients in the last step, before clipping, a scalar tensor.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class LanguageModel(pl.LightningModule):
         raise self.diverged(problem, step)
 
     def diverged(self, problem: str, step: int) -> DivergedError:
-        """The error that ends a run whose numbers are no longer finite."""
+        """The error with which a run ends that has left the numbers that can be computed with."""
         return DivergedError(
             f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. A lower "
             "training.lr or a longer training.warmup may help",

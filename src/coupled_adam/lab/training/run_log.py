@@ -32,7 +32,7 @@ class RunLog(pl.Callback):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._logged = (0, 0.0)  # the step and the time of the last log
+        self._last = (0, 0.0)  # the step and the time of the last log
         self._evaluated_since: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
@@ -54,15 +54,15 @@ class RunLog(pl.Callback):
                     f"({group['lr_factor_from']})",
                     file=sys.stderr,
                 )
-        self._logged = (trainer.global_step, time.perf_counter())
+        self._last = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, self._measures(trainer, module))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Exclude the time of an evaluation and its checkpoint from the tokens per second."""
         if self._evaluated_since is not None:
-            step, since = self._logged
-            self._logged = (step, since + time.perf_counter() - self._evaluated_since)
+            step, since = self._last
+            self._last = (step, since + time.perf_counter() - self._evaluated_since)
             self._evaluated_since = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
@@ -71,21 +71,21 @@ class RunLog(pl.Callback):
         if step % LOG_EVERY == 0:
             # Every rank has the loss of its own share of the batch.
             loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
-            last, since = self._logged
-            self._logged = (step, time.perf_counter())
+            last, since = self._last
+            self._last = (step, time.perf_counter())
             tokens = (step - last) * self.run.recipe.tokens_per_step
             metrics = {
                 "train_loss": float(loss),
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
                 "grad_norm": float(module.grad_norm),
-                "tokens_per_second": tokens / (self._logged[1] - since),
+                "tokens_per_second": tokens / (self._last[1] - since),
             }
             self._log(trainer, metrics)
             self._bar.set_postfix_str(f"loss {metrics['train_loss']:.3f}", refresh=False)
         self._bar.update()
 
     def on_train_end(self, *_: Any) -> None:
-        """End the bar's line."""
+        """End the bar's line, as also after an error."""
         self._bar.close()
 
     def on_exception(self, *_: Any) -> None:

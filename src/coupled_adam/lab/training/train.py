@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import tempfile
@@ -14,16 +15,10 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import (
-    PreemptedError,
-    TrainingError,
-    UsageError,
-    lacks_resources,
-    one_line,
-)
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, lacks_resources, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.models import build_model, require_causal
+from coupled_adam.lab.models import require_causal
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoints
@@ -31,57 +26,44 @@ from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, 
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.loggers import check_log, run_loggers, truncate_log
-from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import METRICS, MODEL
 
 
-def try_out(recipe: Recipe, device: str) -> None:
-    """Pass a tiny batch through the recipe's model and back, and save its configuration.
+def try_out(recipe: Recipe, execution: Execution, shape: tuple[int, int]) -> float:
+    """Make steps of the recipe's first arm with a batch of this shape, and save the configuration.
 
-    transformers finds some errors in ``model.config`` only then. GPT-2 and StableLM have no config,
-    and are not tried.
+    ``model.config`` may hold what transformers finds out only then. Raises UsageError if the model
+    cannot be built, trained or saved.
 
-    Raises:
-        UsageError: the model cannot be built, trained or saved.
+    Returns:
+        The seconds of a step in this process, of three tried.
     """
-    if recipe.model.architecture in ("gpt2", "stablelm"):
-        return
-    model = build_model(recipe).to(device)  # type: ignore[arg-type]
-    blocks = torch.zeros(2, 3, dtype=torch.long, device=device)
+    variant = load_variant(recipe.variant)
+    model = variant.build_model(recipe).to(execution.device)  # type: ignore[arg-type]
+    optimizer = variant.build_optimizer(model, recipe, next(iter(recipe.arms.values())))
+    batch = torch.zeros(shape, dtype=torch.long, device=execution.device)
+    times = []
     try:
-        loss = sequence_losses(model, blocks).mean()
-        loss.backward()
-        if not loss.isfinite():
-            raise ValueError(f"the loss is {loss.item()}")
+        for _ in range(3):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            for blocks in batch.split(execution.micro_batch_size or len(batch)):
+                loss = variant.sequence_losses(model, blocks).mean()
+                loss.backward()
+            optimizer.step()
+            if not math.isfinite(loss.item()):
+                raise ValueError(f"the loss is {loss.item()}")
+            times.append(time.perf_counter() - start)
         with tempfile.TemporaryDirectory() as folder:
             model.config.save_pretrained(folder)
     except Exception as error:  # each architecture has checks of its own
         raise UsageError(
             f"model.architecture={recipe.model.architecture} cannot be trained with these values "
-            f"of model, and config {recipe.model.config}: {one_line(error)}"
+            f"of model, of which config is {recipe.model.config}: {one_line(error)}"
         ) from None
-
-
-def step_seconds(recipe: Recipe, execution: Execution) -> float:
-    """Seconds of a training step of the recipe's first arm in this process: the best of three."""
-    variant, training = load_variant(recipe.variant), recipe.training
-    model = variant.build_model(recipe).to(execution.device)  # type: ignore[arg-type]
-    optimizer = variant.build_optimizer(model, recipe, next(iter(recipe.arms.values())))
-    shape = (training.batch_size // world_size(), training.sequence_length + 1)
-    batch = torch.randint(recipe.model.vocab_size, shape, device=execution.device)
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        for blocks in batch.split(execution.micro_batch_size or len(batch)):
-            loss = variant.sequence_losses(model, blocks).mean()
-            loss.backward()
-        optimizer.step()
-        loss.item()  # a GPU has done its work
-        times.append(time.perf_counter() - start)
     return min(times)
 
 
@@ -92,19 +74,16 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     run is left as it is. Whatever ends a run, the last checkpoint is kept.
 
     Raises:
-        UsageError: if the folder holds another run or a run on another text, or is in use by
-            another process; if its checkpoints are damaged; or if the batch cannot be divided
-            among the processes.
-        DivergedError: if a loss or gradient is not finite.
-        TrainingError: if another process failed.
+        UsageError: if the folder holds another run or a run on another text, or is in use; if its
+            checkpoints are damaged; or if the processes cannot share the batch.
+        TrainingError: if a loss or gradient is not finite, or another process failed.
         PreemptedError: after SIGTERM, once a checkpoint has been written.
-        KeyboardInterrupt, OSError: after Ctrl-C, or if the disk is full or the folder read-only.
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
         raise UsageError(
-            f"training.batch_size={batch_size} cannot be divided among {world_size()} processes: "
-            "start a number of processes that divides it"
+            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: start "
+            "a number that divides it"
         )
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":

@@ -1,4 +1,4 @@
-"""Finetune a small trained model with 64 new tokens: AdamW, Coupled Adam, and what lies between.
+"""Finetune a small trained model with 64 new tokens: AdamW, Coupled Adam and LEAN.
 
     python benchmarks/new_tokens.py benchmarks/results/new_tokens.json
 
@@ -9,9 +9,8 @@ the mean of the others. The old rows are trained as well, or frozen by a hook th
 gradient. Each optimizer's rate of the embeddings is the best on validation passages, with the first
 seed; seeds choose the batches.
 
-Two more questions: how far Coupled Adam's updates go if only k of V rows have a gradient, and an
-untied model from scratch, whose input rows have had none until their token occurs. What is in the
-target already is not run again.
+One more question is an untied model from scratch, whose input rows have had no gradient until their
+token occurs. What is in the target already is not run again.
 """
 
 import json
@@ -50,14 +49,8 @@ ADAMW: dict[str, dict[str, Any]] = {
 }
 COUPLED: dict[str, dict[str, Any]] = {
     "Coupled Adam": {},
-    "a = 0.5": {"row_exponent": 0.5, "zero_sum": True},
-    "a = 0.5, no momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.0, 0.99)},
     "LEAN": LEAN,
     "LEAN, betas 0.9, 0.999": {**LEAN, "betas": (0.9, 0.999)},
-}
-ACTIVE_ROWS: dict[str, dict[str, Any]] = {  # from scratch: averages over rows with a gradient
-    "Coupled Adam, active rows": {"row_exponent": 1e-6},
-    "zero_sum": {"zero_sum": True},
 }
 LENGTH = 64
 BASE = {"lr": 1e-2, "steps": 400, "batch_size": 16, "warmup": 60}
@@ -70,7 +63,7 @@ def optimizer_of(model: nn.Module, name: str, lr: float, factor: float) -> torch
     if name in ADAMW:
         groups = param_groups(model, {"lr": factor * lr, **ADAMW[name]})
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
-    embeddings = {**(COUPLED | ACTIVE_ROWS)[name], "lr_factor": factor}
+    embeddings = {**COUPLED[name], "lr_factor": factor}
     return CoupledAdamW(model, embeddings=embeddings, lr=lr, betas=BETAS, weight_decay=0.1)
 
 
@@ -264,7 +257,7 @@ def with_best_rate(at: Callable[[float, int], dict[str, Any]]) -> None:
 
 def from_scratch(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
     recipe = override(texts.recipe, {"model.tied": False})
-    for optimizer in ADAMW | COUPLED | ACTIVE_ROWS:
+    for optimizer in ADAMW | COUPLED:
 
         def at(factor: float, seed: int, optimizer: str = optimizer) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
@@ -282,33 +275,6 @@ def from_scratch(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
             return run(key, measure)
 
         with_best_rate(at)
-
-
-class Table(nn.Embedding):
-    """A model that is nothing but its embeddings, and says so."""
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self
-
-
-def sizes_of_updates(run: Callable[..., dict[str, Any]]) -> None:
-    """The root mean square of an update in units of lr, for k rows with Gaussian gradients."""
-    vocab_size, columns, steps = 50304, 8, 100
-    for active, optimizer in product((8, 2000, vocab_size), ADAMW | COUPLED):
-
-        def measure(active: int = active, optimizer: str = optimizer) -> dict[str, Any]:
-            random = torch.Generator().manual_seed(0)
-            layer = Table(vocab_size, columns)
-            fit_to = optimizer_of(layer, optimizer, 1e-3, 1.0)
-            grad = layer.weight.grad = torch.zeros(vocab_size, columns)
-            for _ in range(steps):
-                before = layer.weight.detach().clone()
-                grad[:active] = torch.randn(active, columns, generator=random)
-                fit_to.step()
-            step = (layer.weight.detach() - before)[:active] / 1e-3
-            return {"rms": step.square().mean().sqrt().item()}
-
-        run({"question": "size", "active": active, "optimizer": optimizer}, measure)
 
 
 def main(target: Path) -> None:
@@ -330,7 +296,6 @@ def main(target: Path) -> None:
         texts = Texts(Path(name))
     settings = {"base": BASE, "finetuning": FINETUNING, "from scratch": SCRATCH, "length": LENGTH}
     content |= {"environment": environment(), "settings": settings, "texts": texts.facts()}
-    sizes_of_updates(run)
     finetune(texts, run)
     from_scratch(texts, run)
 

@@ -3,19 +3,17 @@
     python benchmarks/speed.py --json > benchmarks/results/bench/amd-epyc-1.json
     python benchmarks/speed.py --shapes 50304x768 --clip --picture clip.png
     python benchmarks/speed.py --recipe 30M training.batch_size=4     # whole training steps
-    python benchmarks/speed.py --others --shapes 50304x768            # with those of other packages
 
 ``benchmarks/speed_table.py`` makes the tables of docs/speed.md from the JSON.
 """
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 
 from bench.cases import SHAPES, parse_case
 from bench.machine import describe_machine
-from bench.optimizers import OPTIMIZERS, uncoupled
+from bench.optimizers import OPTIMIZERS
 from bench.results import bench_picture, bench_table
 from bench.steps import bench
 from bench.training import training_speed
@@ -27,24 +25,6 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.recipe import load_recipe, override, read_yaml
 from coupled_adam.lab.training.environment import environment
 
-OTHERS = (
-    ("optimi", "AdamW"),
-    ("pytorch_optimizer", "StableAdamW"),
-    ("torchao.optim", "AdamW8bit"),
-    ("bitsandbytes.optim", "AdamW"),
-    ("bitsandbytes.optim", "AdamW8bit"),
-)
-
-
-def add_others() -> None:
-    """Add the AdamW of other packages to the optimizers, where they are installed."""
-    for module, name in OTHERS:
-        try:
-            optimizer = getattr(importlib.import_module(module), name)
-        except ImportError:
-            continue
-        OPTIMIZERS[f"{module.partition('.')[0]} {name}"] = uncoupled(optimizer)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -54,7 +34,6 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", metavar="VxH", help="embedding matrices: 50304x768")
     parser.add_argument("--dtype", default="float32", help="of parameters and gradients")
     parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
-    parser.add_argument("--others", action="store_true", help="add those of other packages")
     parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="only these of the table")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each optimizer")
     parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
@@ -77,8 +56,6 @@ def main() -> None:
         content |= speed.to_dict()
         print(json.dumps(content, indent=1) if options.json else speed.summary)
         return
-    if options.others:
-        add_others()
     shapes = options.shapes or SHAPES["cuda" if device == "cuda" else "cpu"]
     cases = [parse_case(shape, options.dtype, options.clip) for shape in shapes]
     names = options.optimizers or list(OPTIMIZERS)

@@ -35,6 +35,7 @@ class Entry:
     extra: Extra | None = None
 
 
+BETAS = tuple(itertools.product((0.0, 0.5, 0.9), (0.95, 0.99, 0.999)))
 FAST = "head:FAST"
 FIRST_LEAN = "table_rules:PLAIN_DELAYED"
 
@@ -94,20 +95,10 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
     }
 
 
-BETAS = tuple(itertools.product((0.0, 0.5, 0.9), (0.95, 0.99, 0.999)))
-"""The betas of the embeddings that are tried; all other parameters have 0.9, 0.95."""
-
-
-TriedArm = tuple[str, tuple[float, float], int]
-"""An arm of :func:`_betas`, the embeddings' betas, and n."""
-
-
-def _betas(settings: Iterable[TriedArm], **overrides: Any) -> dict[str, Entry]:
-    """Embeddings with betas of their own that learn 2^(n/2) times as fast as the rest.
-
-    Args:
-        settings: "adamw" or "coupled", the betas and n.
-    """
+def _betas(
+    settings: Iterable[tuple[str, tuple[float, float], int]], **overrides: Any
+) -> dict[str, Entry]:
+    """By arm, the embeddings' betas, and n: they learn 2^(n/2) times as fast as the rest."""
     return {
         f"{arm} {beta1:g} {beta2:g} n={n}": Entry(
             {**ARMS[arm], "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
@@ -160,6 +151,14 @@ def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, 
     }
 
 
+def _peer(
+    rule: str, beta1: float, beta2: float, n: int, overrides: Mapping[str, Any]
+) -> dict[str, Entry]:
+    """A rule of :mod:`study.peers`."""
+    options = {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)}
+    return {f"{rule} {beta1:g} {beta2:g} n={n}": Entry(options, overrides, _variant("peers", rule))}
+
+
 def _peers(**overrides: Any) -> dict[str, Entry]:
     """Each rule at the rates of a pilot, and AdamW with the mean removed."""
     # A frequent token's row of a matrix or column of unit norm is larger than with Adam, and all
@@ -173,13 +172,10 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
         "columns": (*((0.0, 0.95, n) for n in (0, 2, 4)), (0.9, 0.95, 2)),
     }
     peers = {
-        f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
-            {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
-            overrides,
-            _variant("peers", rule),
-        )
+        name: entry
         for rule, tried in settings.items()
         for beta1, beta2, n in tried
+        for name, entry in _peer(rule, beta1, beta2, n, overrides).items()
     }
     without_mean = _betas([("adamw", (0.0, 0.999), 5)], **overrides)
     return peers | {
@@ -219,12 +215,6 @@ def _other_models() -> dict[str, Entry]:
     return _in_settings(models, usual) | _in_settings(
         {"1.1M": WIDE}, {"adamw": (7, 9, 11), "coupled": (5, 7, 9)}
     )
-
-
-def _warmup() -> dict[str, Entry]:
-    """No warmup, ten steps, and the base's hundred, with one rate for all parameters."""
-    settings = {f"warmup={steps}": {"training.warmup": steps} for steps in (0, 10, 100)}
-    return _in_settings(settings, {"adamw": (0,), "coupled": (0,)})
 
 
 def _beside_muon(tied: Iterable[float], untied: Iterable[tuple[float, float]]) -> dict[str, Entry]:
@@ -319,28 +309,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
 that the validation loss of LEAN's first edition chose."""
 
 
-def _row_moments() -> dict[str, Entry]:
-    """One moment for each row, without LEAN's for each column, at LEAN's n."""
-    options = {**ADAMW, "beta1": 0.0, "beta2": 0.99}
-    return {
-        f"{setting} row_moment 0 0.99 n={n}": Entry(
-            {**options, "lr_factor": 2 ** (n / 2)}, overrides, _variant("peers", "row_moment")
-        )
-        for setting, (overrides, _, n) in SETTINGS.items()
-    }
-
-
 def rate_rule(steps: int) -> float:
-    """The factor on the core's rate that is tested: 15,000 / steps, at least 1 and at most 16.
-
-    :func:`coupled_adam.optim.lean.lean_lr_factor` may have other constants one day; these
-    are what was tested.
-    """
+    """The first rule for the factor on the core's rate, as it was tested."""
     return min(16.0, max(1.0, 15_000 / steps))
-
-
-MULTIPLES = (0.25, 0.5, 1, 2, 4)
-"""What the rule's factor is multiplied with, as far as it is needed to find the lowest loss."""
 
 
 def _few_steps(steps: int, **overrides: Any) -> dict[str, Any]:
@@ -367,23 +338,22 @@ RATE_SETTINGS: dict[str, dict[str, Any]] = {
 
 def _rate_rule() -> dict[str, Entry]:
     """AdamW without momentum at multiples of the rule's factor; LEAN's first edition in one."""
-    adamw = {**ADAMW, "beta1": 0.0, "beta2": 0.999}
-    tried = [(setting, "adamw", adamw, x) for setting in RATE_SETTINGS for x in MULTIPLES]
+    tried = [
+        (setting, "adamw", {**ADAMW, "beta1": 0.0, "beta2": 0.999}, multiple)
+        for setting in RATE_SETTINGS
+        for multiple in (0.25, 0.5, 1, 2, 4)
+    ]
     first_lean = {**COUPLED, "row_exponent": 0.75, "zero_sum": True, "beta1": 0.0, "beta2": 0.99}
     tried += [("512", "lean", first_lean, x) for x in (1, 2)]
     return {
         f"{setting} {arm} x{multiple:g}": Entry(
-            {**options, "lr_factor": multiple * rate_rule(_steps_of(setting))},
-            RATE_SETTINGS[setting],
+            {**options, "lr_factor": multiple * rate_rule(overrides["training.steps"])},
+            overrides,
             FAST,
         )
         for setting, arm, options, multiple in tried
+        for overrides in (RATE_SETTINGS[setting],)
     }
-
-
-def _steps_of(setting: str) -> int:
-    steps: int = RATE_SETTINGS[setting]["training.steps"]
-    return steps
 
 
 SECOND_SETTINGS: dict[str, dict[str, Any]] = {
@@ -393,11 +363,6 @@ SECOND_SETTINGS: dict[str, dict[str, Any]] = {
     "64k": _few_steps(75, **_batch(1024, 75)),
 }
 """In which LEAN's constants are chosen: the base, small batches, more steps, and few large ones."""
-
-
-def _tokens_a_step(overrides: Mapping[str, Any]) -> int:
-    sequences: int = overrides.get("training.batch_size", 32)
-    return 64 * sequences
 
 
 LEAN2 = {**COUPLED, "beta1": 0.0, "row_exponent": 0.75, "zero_sum": True}
@@ -410,7 +375,7 @@ DECAY = {"embedding_weight_decay": 0.02}
 
 def _second(overrides: Mapping[str, Any], factor: float) -> dict[str, Entry]:
     """What is tried for LEAN's second edition in a setting, at one rate."""
-    by_tokens = 0.999 ** (_tokens_a_step(overrides) / 2048)
+    by_tokens = 0.999 ** (overrides.get("training.batch_size", 32) / 32)
     second = {
         "0 0.99": {"beta2": 0.99},
         "0 0.999": {},
@@ -463,8 +428,7 @@ class Earlier(NamedTuple):
     """What is known of an optimizer in a setting before the finals.
 
     factor: what the validation loss chose in earlier runs; LEAN's for Ember where it has none.
-    runs: the question and the name of these runs; None if there are none that have losses of
-        documents (or, for LEAN, only those of its first edition), so that ``finals`` has them.
+    runs: the question and the name of these runs; None if ``finals`` has them.
     """
 
     factor: float
@@ -527,33 +491,23 @@ def _final(setting: FinalSetting, arm: str, multiple: float = 1.0, **changed: An
 
 def _finals() -> dict[str, Entry]:
     """The second edition, without zero-sum updates, and with decay; AdamW with decay; Ember."""
-    changes: dict[str, tuple[str, dict[str, Any]]] = {
-        "lean2 0 0.99 free": ("lean2 0 0.99", {"zero_sum": False}),
-        "lean2 0 0.99 decay=0.02": ("lean2 0 0.99", DECAY),
-        "adamw 0 0.999 decay=0.02": ("adamw 0 0.999", DECAY),
-    }
+    changes = (
+        ("lean2 0 0.99", " free", {"zero_sum": False}),
+        ("lean2 0 0.99", " decay=0.02", DECAY),
+        ("adamw 0 0.999", " decay=0.02", DECAY),
+    )
     entries: dict[str, Entry] = {}
     for name, setting in FINAL_SETTINGS.items():
         for arm, earlier in setting.earlier.items():
             if earlier.runs is None:
                 entries[f"{name} {arm}"] = _final(setting, arm)
-        for changed, (arm, options) in changes.items():
-            entries[f"{name} {changed}"] = _final(setting, arm, **options)
+        for arm, changed, options in changes:
+            entries[f"{name} {arm}{changed}"] = _final(setting, arm, **options)
     return entries
 
 
 RATES_BESIDE = {"x0.5": 0.5, "x0.71": 2**-0.5, "x1.4": 2**0.5, "x2": 2.0, "x2.8": 2**1.5}
 """What the factors of the finals are multiplied with, as far as it is needed to find the best."""
-
-
-def _final_rates() -> dict[str, Entry]:
-    """Each optimizer of the finals at the rates beside its earlier one."""
-    return {
-        f"{name} {arm} {times}": _final(setting, arm, multiple)
-        for name, setting in FINAL_SETTINGS.items()
-        for arm in FINAL_ARMS
-        for times, multiple in RATES_BESIDE.items()
-    }
 
 
 CHOSEN = {
@@ -592,17 +546,6 @@ def _rivals() -> dict[str, Entry]:
     }
 
 
-def _small_batches() -> dict[str, Entry]:
-    """LEAN with an exponent of 0.5 in small batches, at the rates of the finals."""
-    return {
-        f"{name} lean2 0 0.99 a=0.5 {times}": _final(
-            FINAL_SETTINGS[name], "lean2 0 0.99", multiple, row_exponent=0.5
-        )
-        for name in ("1k", "512")
-        for times, multiple in {"x1": 1.0, **RATES_BESIDE}.items()
-    }
-
-
 FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     name: (FINAL_SETTINGS[name].overrides, factor) for name, (_, factor) in CHOSEN.items()
 } | {
@@ -611,11 +554,6 @@ FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 }
 """The settings of the finals, shortest first, and three of them at low rates."""
 
-FORMULAS = [
-    f"{formula}{zero_sum}"
-    for formula, zero_sum in itertools.product(("limit", "relative"), ("", " later", " free"))
-]
-
 
 def _formula() -> dict[str, Entry]:
     """LEAN's second edition with another limit, and the candidate that measures rows by columns.
@@ -623,13 +561,14 @@ def _formula() -> dict[str, Entry]:
     Updates sum to zero from the first step, from step 1 / (1 - beta2) on (later), or never (free).
     """
     return {
-        f"{setting} {formula} {times}": Entry(
+        f"{setting} {formula}{zero_sum} {times}": Entry(
             {**WITHOUT_MOMENTUM, "beta2": 0.99, "lr_factor": factor * multiple},
             overrides,
-            f"table_rules:LEAN_{formula.replace(' ', '_').upper()}",
+            "table_rules:LEAN_" + f"{formula}{zero_sum}".replace(" ", "_").upper(),
         )
         for setting, (overrides, factor) in FORMULA_SETTINGS.items()
-        for formula in FORMULAS
+        for formula in ("limit", "relative")
+        for zero_sum in ("", " later", " free")
         for times, multiple in BESIDE.items()
     }
 
@@ -792,7 +731,12 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for setting, (overrides, tried, _) in SETTINGS.items()
         for name, entry in _adamw(((0.0, 0.999),), tried, **overrides).items()
     },
-    "row_moments": _row_moments(),
+    # One moment for each row, without LEAN's for each column, at LEAN's n
+    "row_moments": {
+        f"{setting} {name}": entry
+        for setting, (overrides, _, n) in SETTINGS.items()
+        for name, entry in _peer("row_moment", 0.0, 0.99, n, overrides).items()
+    },
     "ember_and_free": {
         f"{setting} {name}": entry
         for setting, (overrides, tried, _) in SETTINGS.items()
@@ -803,13 +747,29 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "geometric": _geometric(),
     "screening": _screening(),
     "finals": _finals(),
-    "final_rates": _final_rates(),
+    "final_rates": {
+        f"{name} {arm} {times}": _final(setting, arm, multiple)
+        for name, setting in FINAL_SETTINGS.items()
+        for arm in FINAL_ARMS
+        for times, multiple in RATES_BESIDE.items()
+    },
     "rivals": _rivals(),
     "cores": _cores(),
-    "small_batches": _small_batches(),
+    # LEAN with an exponent of 0.5 in small batches, at the rates of the finals
+    "small_batches": {
+        f"{name} lean2 0 0.99 a=0.5 {times}": _final(
+            FINAL_SETTINGS[name], "lean2 0 0.99", multiple, row_exponent=0.5
+        )
+        for name in ("1k", "512")
+        for times, multiple in {"x1": 1.0, **RATES_BESIDE}.items()
+    },
     "fewest_steps": _fewest_steps(),
     "formula": _formula(),
-    "warmup": _warmup(),
+    # None, ten steps, and the base's hundred, with one rate for all parameters
+    "warmup": _in_settings(
+        {f"warmup={steps}": {"training.warmup": steps} for steps in (0, 10, 100)},
+        {"adamw": (0,), "coupled": (0,)},
+    ),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))
         for name in ("switched", "recentered_and_switched", "recentered")

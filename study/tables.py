@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -259,27 +259,17 @@ def _summary() -> Table:
     return table(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer")
 
 
-@dataclasses.dataclass(frozen=True)
-class Recommended:
-    """A row of :func:`_recommended`.
-
-    line: the runs.
-    state: what is kept of a matrix [V, H].
-    timed_as: the name in ``benchmarks/speed.py``; None for the fused AdamW, its baseline.
-    """
+class Recommended(NamedTuple):
+    """Runs, the state of a matrix [V, H], and the name of a time in ``benchmarks/gpu.py``."""
 
     line: Line
     state: str
-    timed_as: str | None
+    timed_as: str | None = None  # the fused AdamW, to which all others are relative
 
 
 RECOMMENDED = (
-    Recommended(
-        Line("AdamW, betas 0.9, 0.95", "betas_longer", "adamw 0.9 0.95 n=0"), "2 V x H", None
-    ),
-    Recommended(
-        Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=2"), "2 V x H", None
-    ),
+    Recommended(Line("AdamW, betas 0.9, 0.95", "betas_longer", "adamw 0.9 0.95 n=0"), "2 V x H"),
+    Recommended(Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=2"), "2 V x H"),
     Recommended(
         Line("Coupled Adam", "betas_longer", "coupled 0.9 0.95 n=0"), "V x H + H", "Coupled Adam"
     ),
@@ -293,22 +283,16 @@ def _recommended() -> Table:
     """The rows of :data:`RECOMMENDED` in words that need no other page, without tests."""
     rows = [
         [
-            row.line.label + (", compiled" if row.timed_as == "Ember compiled" else ""),
-            row.state,
-            "1" if row.timed_as is None else f"{step_time(row.timed_as):.2f}",
-            *(cell(row.line, [], name) for name in ("test_documents", "mean_norm_ratio")),
-            str(len(runs(row.line))),
+            line.label + (", compiled" if timed_as == "Ember compiled" else ""),
+            state,
+            "1" if timed_as is None else f"{step_time(timed_as):.2f}",
+            *(cell(line, [], name) for name in ("test_documents", "mean_norm_ratio")),
+            str(len(runs(line))),
         ]
-        for row in RECOMMENDED
+        for line, state, timed_as in RECOMMENDED
     ]
-    columns = [
-        "embeddings",
-        "optimizer state (V tokens, width H)",
-        "time of the update of 128,256 x 4,096 on an H200, relative to the fused AdamW ↓",
-        "test loss of 0.37M parameters after 9,768 steps ↓",
-        "norm of the mean embedding, relative to the mean norm ↓",
-        "seeds",
-    ]
+    columns = ["embeddings", "state (V tokens, width H)", "update of 128,256 x 4,096 on an H200 ↓"]
+    columns += ["test loss after 9,768 steps ↓", "mean embedding's norm, relative ↓", "seeds"]
     return Table(columns, rows, left=(0, 1))
 
 

@@ -137,7 +137,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("tiny",), "unrecognized arguments: tiny; did you mean --recipe tiny?"),
         (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
         (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, tuned, coupled"),
-        (("--variant", "os:system", *recipe), "builtin_function_or_method, and must be a Variant"),
+        (("--variant", "os:system", *recipe), "builtin_function_or_method, not a Variant"),
         (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
         (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
@@ -147,7 +147,7 @@ def errors(small_recipe, text_file, tmp_path):
         (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
         (
             ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),
-            "model.architecture=llama cannot be trained with these values of model, of which",
+            "model.architecture=llama cannot be trained with these values of model, and config",
         ),
         (("--steps", 3, "--training.tokens=999", *recipe), "they are 3 and 999"),
         (("--text", text_file, "--data.hub=x", *recipe), "data.hub exclude each other"),

@@ -1,6 +1,7 @@
 """Each example as a user runs it; what continues must be what would have been."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -124,6 +125,26 @@ def test_accelerate_loop(tmp_path):
 @pytest.mark.slow
 def test_lightning_module(tmp_path):
     assert_continues(tmp_path, "lightning_module.py", steps=40, stop_after=20)
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("arguments", [["--dtype", "bfloat16"], ["--loop"]])
+def test_finetune_per_layer_tables(arguments, tmp_path):
+    """The small Gemma learns, and the memory of its tables is what LEAN's page says."""
+    script = str(EXAMPLES / "finetune_per_layer_tables.py")
+    command = [sys.executable, script, "--steps", "30", "--out", str(tmp_path), *arguments]
+    process = Process(command, dict(os.environ))
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert float(re.findall(r"step 30: loss ([\d.]+)", output)[-1]) < 6.5 < math.log(2**14) - 3
+    sizes = re.findall(r": ([\d.]+) MB of state, ([\d.]+) MB of gradients", output)
+    (adamw, dense), (lean, sparse) = (map(float, pair) for pair in sizes)
+    rows, elements = 2**14, 2**14 * (64 + 256)
+    size = 2 if "bfloat16" in arguments else 4
+    assert (adamw, dense) == pytest.approx((2 * size * elements / 1e6, size * elements / 1e6), 1e-2)
+    # Of the embeddings, which are the head, one number a row and 2 H; of the other table two.
+    assert lean == pytest.approx((4 * (rows + 128) + 8 * rows + 4 * 256) / 1e6, abs=0.01)
+    assert sparse < dense / 3
 
 
 @pytest.mark.slow

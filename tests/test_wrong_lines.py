@@ -72,7 +72,7 @@ LINES = {
     "compare --training.betas .9": "training.betas=0.9: must be several values in brackets",
     "compare --training.lr [": "--training.lr is not YAML",
     "compare --training.lr fast": "training.lr=fast: Input should be a valid number",
-    "compare --training.steps null": "give one of training.steps and training.tokens",
+    "compare --training.steps null": "set exactly one of training.steps and training.tokens",
     "compare --training.schedule linear": "training.schedule=linear: Input should be 'cosine'",
     "compare --model.n_layr 3": "model.n_layr is no key: did you mean n_layer?",
     "compare --model.n_head 7": "model.n_embd=64 must be a multiple of model.n_head=7",

@@ -51,8 +51,8 @@ def couple(engine: Any) -> None:
         )
     if outer.cpu_offload or outer.elastic_checkpoint:
         raise ValueError(
-            "offload_optimizer and elastic_checkpoint are not supported with coupled matrices: "
-            "leave them out of zero_optimization"
+            "offload_optimizer and elastic_checkpoint are not supported with coupled matrices, "
+            "whose pieces would lie in other buffers: leave them out of zero_optimization"
         )
     # All pieces are checked before any group is changed.
     flat_shards = [

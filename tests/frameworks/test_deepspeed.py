@@ -51,6 +51,7 @@ def engine_of(stage, tied=False, clip=0.0, zero=(), model=None, optimizer=None, 
         "gradient_clipping": clip,
         "zero_optimization": {"stage": stage, **dict(zero)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -105,8 +106,9 @@ def refused():
     couple = coupled_adam.deepspeed.couple
     with pytest.raises(ValueError, match="ZeRO stage 3: use stage 1 or 2"):
         couple(engine_of(3))
-    with pytest.raises(ValueError, match="elastic_checkpoint are not supported"):
-        couple(engine_of(1, zero={"elastic_checkpoint": True}))
+    for zero in ({"elastic_checkpoint": True}, {"offload_optimizer": {"device": "cpu"}}):
+        with pytest.raises(ValueError, match=r"elastic_checkpoint are not .* in other buffers"):
+            couple(engine_of(1, zero=zero))
     model = decoder().float()
     with pytest.raises(TypeError, match=r"optimizer is a AdamW: pass a CoupledAdamW"):
         couple(engine_of(1, model=model, optimizer=torch.optim.AdamW(model.parameters())))

@@ -208,6 +208,13 @@ def test_axolotl(tmp_path):
     manager.register("coupled_adam.integrations.axolotl.CoupledAdamPlugin")
     manager.post_trainer_create(None, trainer)
     assert_as_param_groups(model, trainer.create_optimizer(), 0.3, "lean")
+    pytest.importorskip("bitsandbytes")
+    trainer = trainer_of(model, **options, optim="adamw_bnb_8bit")
+    manager.post_trainer_create(None, trainer)
+    optimizer = trainer.create_optimizer()
+    updates(model, optimizer, 1)
+    assert type(optimizer.core).__module__.startswith("bitsandbytes")
+    assert {*optimizer.state[model.layers["0"].weight]} >= {"state1", "state2"}
     for name in own_options:  # which Axolotl's own optimizers follow
         trainer = trainer_of(model, **options)
         setattr(trainer.args, name, 2.0)
@@ -222,6 +229,28 @@ def test_nemo_automodel():
     options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}
     (optimizer,) = optim.build_optimizer(model, ("coupled_adam.CoupledAdamW", options))
     assert_as_param_groups(model, optimizer, 0.0, "lean")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="not installed")
+def test_verl(monkeypatch):
+    """What its FSDP engine calls. The package cannot be imported without Ray, but its file can."""
+    folder = Path(importlib.util.find_spec("verl").origin).parent
+    for name in ("verl", "verl.workers", "verl.workers.config"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    from verl.workers.config.optimizer import FSDPOptimizerConfig, build_optimizer
+
+    config = FSDPOptimizerConfig(
+        optimizer_impl="coupled_adam",
+        optimizer="CoupledAdamW",
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        override_optimizer_config={"vocab_size": V, "embeddings": "lean"},
+    )
+    model = Decoder()
+    assert_as_param_groups(model, build_optimizer(model.parameters(), config), 0.0, "lean")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("swift") is None, reason="not installed")

@@ -6,7 +6,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from coupled_adam import LEAN, CoupledAdamW, clip_grad_norm_
 from coupled_adam.transformers import use_coupled_adam
@@ -149,3 +158,74 @@ def test_clips_as_a_dense_table(framework, max_norm, tmp_path):
         assert norms == pytest.approx(expected_norms, rel=1e-5)
     assert_same(model, expected)
     assert_same(by_hand(sparse=True, max_norm=bound)[0], expected)
+
+
+# --- the per-layer tables of Gemma ---
+
+SMALL = {
+    "vocab_size": 96,
+    "vocab_size_per_layer_input": 96,
+    "sliding_window": 8,
+    "hidden_size": 16,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+LAUREL = {"num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2}
+
+
+def gemma(version, sparse):
+    torch.manual_seed(0)
+    if version == "4":
+        model = Gemma4ForCausalLM(Gemma4TextConfig(**SMALL))
+    else:
+        options = SMALL | LAUREL | {"activation_sparsity_pattern": [0.0, 0.0]}
+        model = Gemma3nForCausalLM(Gemma3nTextConfig(**options))
+    model.model.embed_tokens_per_layer.sparse = sparse
+    return model.double()
+
+
+def train(model, **options):
+    optimizer = CoupledAdamW(model, lr=RATE, **options)
+    for batch in DataLoader(TEXTS, batch_size=4):
+        model(**batch).loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("version", ["4", "3n"])
+def test_per_layer_tables(version):
+    """As with a dense gradient; the tied embeddings beside it keep theirs."""
+    models = [gemma(version, sparse) for sparse in (True, False)]
+    optimizers = [train(model, embeddings=LEAN_SPARSE) for model in models]
+    states = [o.state[m.model.embed_tokens_per_layer.weight] for o, m in zip(optimizers, models)]
+    assert ["row_count" in state for state in states] == [True, False]
+    assert "row_count" not in optimizers[0].state[models[0].model.embed_tokens.weight]
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.slow  # with the packages of tests/frameworks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", ["4", "3n"])
+def test_per_layer_tables_with_peft(version):
+    """PEFT's copy of a table is sparse as well; of some of its rows only where the table is not."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(sparse, **options):
+        config = peft.LoraConfig(target_modules=["q_proj"], **options)
+        return peft.get_peft_model(gemma(version, sparse), config)
+
+    copied = adapted(True, modules_to_save=["embed_tokens_per_layer"])
+    (state,) = (x for x in train(copied, embeddings="lean").state.values() if "row_step" in x)
+    assert state["row_exp_avg_sq"].shape == (96,)
+    rows = {"trainable_token_indices": {"embed_tokens_per_layer": [1, 2, 3]}}
+    assert not any(group["coupled"] for group in train(adapted(False, **rows)).param_groups)
+    with pytest.raises(RuntimeError, match="unsupported for Sparse"):  # PEFT's sum of the two
+        train(adapted(True, **rows))

@@ -128,6 +128,7 @@ def ms_swift(folder):
         "external_plugins": folder / "plugin.py",
         "optimizer": "coupled_adamw",
         "optim_args": "embeddings=lean",
+        "optim": "adamw_bnb_8bit",
         "learning_rate": 1e-2,
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
@@ -304,6 +305,8 @@ if __name__ == "__main__":
     if name == "sentence_transformers":  # where the page has no use for coupling
         sys.exit()
     assert isinstance(optimizer, CoupledAdamW)
+    core = "bitsandbytes" if name == "ms_swift" else "builtins"  # None's
+    assert type(optimizer.core).__module__.startswith(core)
     coupled = [p for group in optimizer.param_groups if group["coupled"] for p in group["params"]]
     assert [tuple(p.shape) for p in coupled] == [(V, H)] * 2
     for p in coupled:

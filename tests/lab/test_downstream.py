@@ -175,7 +175,7 @@ def test_tasks_of_the_harness_beside_ones_own(tasks):
 @pytest.mark.parametrize(
     ("names", "folder", "message"),
     [
-        (["choose", "perplexity"], "tasks", "perplexity measures perplexity, and no accuracy"),
+        (["choose", "perplexity"], "tasks", "perplexity measures perplexity, but no accuracy"),
         (["no_data"], "tasks", "FileNotFoundError"),
         (["choose"], "missing", "missing is not a folder"),
         (["arc_esy"], "tasks", "'arc_esy' is not a registered task.*lm-eval ls tasks"),

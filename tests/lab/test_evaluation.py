@@ -235,7 +235,7 @@ def test_a_text_that_is_shorter_than_a_block(gpt2, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     with pytest.raises(
-        UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block"
+        UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block takes"
     ):
         evaluate_model(gpt2, text=short)
 

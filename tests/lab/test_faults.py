@@ -253,7 +253,7 @@ def test_a_log_that_does_not_belong_to_the_checkpoint(change, unfinished):
     log = run / "metrics.jsonl"
     log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
     before = snapshot(run)
-    with pytest.raises(UsageError, match=r"metrics.jsonl does not have the lines of all steps"):
+    with pytest.raises(UsageError, match=r"metrics.jsonl does not have each line up to step"):
         go_on()
     assert snapshot(run) == before
 
@@ -263,7 +263,7 @@ def test_a_folder_of_others_is_refused(unfinished):
     run, go_on = unfinished
     (run / "config.yaml").unlink()
     before = snapshot(run)
-    with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
+    with pytest.raises(UsageError, match=r"run holds checkpoints but no config\.yaml"):
         go_on()
     assert snapshot(run) == before
     for name in ("checkpoints", "second_moments"):
@@ -300,7 +300,7 @@ def test_what_is_somebody_elses_is_left(unfinished, recipe, tmp_path, monkeypatc
     (tmp_path / "theirs" / "metrics.jsonl").touch()
     command = ["train", "--recipe=tiny", "--arm=adamw", "--resume", "--device=cpu", "--out"]
     assert cli.main([*command, str(tmp_path / "theirs")]) == 2
-    assert "theirs holds metrics.jsonl but no run" in error(capsys.readouterr().err)
+    assert "theirs holds metrics.jsonl but no config.yaml" in error(capsys.readouterr().err)
     assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["metrics.jsonl"]
 
     shutil.rmtree(run / "model")
@@ -655,7 +655,7 @@ def test_a_disk_that_is_full_for_one_rank(lab, strategy, fault, said):
 # --- faults at any operation on a file ---
 
 # For each the codes that the command may end with: a signal may come after the last step, and a
-# file may be one that nothing depends on. 75 of each command have been tried.
+# file may be one that nothing depends on. 77 points have been tried.
 FAULTS = {"kill": {-signal.SIGKILL}, "sigterm": {75, 0}, "ctrl-c": {130}, "disk-error": {0, 1, 2}}
 POINTS = 3
 FEW = ["--steps=4", "--training.evaluate_every=2", "--device=cpu", "--logger"]

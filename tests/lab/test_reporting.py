@@ -597,7 +597,7 @@ def test_a_folder_without_runs_is_named(comparison, recipe, tmp_path):
     for name, said in {
         "missing": "there is no such folder",
         "file": "there is no such folder",
-        "empty": "there is no run in it",
+        "empty": "no run is there",
     }.items():
         wrong = tmp_path / name
         for folders in ([comparison, wrong], [wrong]):
@@ -606,7 +606,7 @@ def test_a_folder_without_runs_is_named(comparison, recipe, tmp_path):
     assert not (tmp_path / "missing").exists()
     assert not [*(tmp_path / "empty").iterdir()]
     (make_run(tmp_path / "new", recipe, "adamw", 1, 3.0) / "evaluation.json").unlink()
-    with pytest.raises(UsageError, match="there is no finished run in it"):
+    with pytest.raises(UsageError, match="no finished run is there"):
         report([tmp_path / "new"], tmp_path / "new" / "report")
     assert not (tmp_path / "new" / "report").exists()
 
@@ -748,7 +748,7 @@ def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
         report([comparison], out)
     assert snapshot(out) == before
     assert [path.name for path in comparison.glob("report*")] == ["report"]
-    with pytest.raises(UsageError, match="there is no run in it"):
+    with pytest.raises(UsageError, match="no run is there"):
         report([out / "figures"], out)
 
 

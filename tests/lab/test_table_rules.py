@@ -307,7 +307,9 @@ def test_the_arm_sgd_has_the_rule_sgd():
 def test_rules_and_options_that_do_not_exist():
     with pytest.raises(UsageError, match=r"rule=embr: did you mean ember\?"):
         ARMS["table_rule"](rule="embr")
-    with pytest.raises(UsageError, match=r"rule_options.zerosum is no option of ember: .*zero_sum"):
+    with pytest.raises(
+        UsageError, match=r"rule_options.zerosum is not an option of ember: .*zero_sum"
+    ):
         ARMS["table_rule"](rule="ember", rule_options={"zerosum": True})
     assert "rule_options" not in ARMS["table_rule"](rule="ember").options  # a page shows these
     label = ARMS["table_rule"](rule="ember", rule_options={"zero_sum": True}).label

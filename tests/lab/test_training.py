@@ -364,7 +364,7 @@ def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
 
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
     monkeypatch.setattr(training, "world_size", lambda: 3)
-    with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
+    with pytest.raises(UsageError, match=r"batch_size=4 cannot be divided among 3 processes"):
         training.train(Run(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
     assert not (tmp_path / "run").exists()
 

@@ -151,6 +151,25 @@ def test_beside_muon_and_with_a_bias():
     assert optimizer.state[model["head"].bias]["exp_avg"].shape == (V + 3,)
 
 
+def test_states_of_a_core_are_its_own():
+    """Of whatever shape, as a projected moment, they stay; their parameters cannot be followed."""
+    model = nn.ModuleDict({"wte": nn.Embedding(V, H), "layer": nn.Linear(H, H)})
+    optimizer = CoupledAdamW(
+        model, embeddings="lean", core=lambda groups: torch.optim.SGD(groups, lr=0.1)
+    )
+    moment = optimizer.state[model["layer"].weight]["exp_avg"] = torch.ones(2, H)
+    model["wte"].weight = nn.Parameter(torch.ones(V + 1, H))
+    optimizer.follow(model)
+    assert optimizer.state[model["layer"].weight]["exp_avg"] is moment
+    table = optimizer.param_groups[-1]["params"]
+    assert table == [model["wte"].weight]
+    model["wte"].weight = nn.Parameter(torch.ones(V + 2, H))
+    model["layer"].weight = nn.Parameter(torch.ones(H + 1, H))
+    with pytest.raises(ValueError, match=r"cannot follow 'layer.weight' .*core= updates it"):
+        optimizer.follow(model)
+    assert optimizer.param_groups[-1]["params"] == table
+
+
 def wider(model):
     model.wte.weight = nn.Parameter(torch.ones(V, H + 1))
 

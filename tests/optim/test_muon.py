@@ -68,6 +68,34 @@ def test_it_is_two_optimizers():
     assert optimizer.state[model.embed.weight]["exp_avg_sq"].shape == (H,)
 
 
+def test_in_nanochats_loop():
+    """It sets each group's rate, and momentum and decay of Muon's, by keys that groups get once."""
+    model, other = decoder(), decoder()
+    options = {"embeddings": LEAN | {"lr": 0.2}, "adam_lr": 3e-3, "weight_decay": 0.2}
+    optimizer = MuonWithCoupledAdam(model, lr=0.02, adjust_lr_fn="original", **options)
+    for group in optimizer.param_groups:
+        group |= {"kind": "muon" if "core" in group else "adamw", "initial_lr": group["lr"]}
+    hidden = [other.block[0].weight, other.block[2].weight]
+    muon = torch.optim.Muon(hidden, lr=0.02)
+    rest = CoupledAdamW(param_groups(other, options["embeddings"], exclude=hidden), lr=3e-3)
+    rates = [group["lr"] for group in rest.param_groups]
+    for step in range(4):
+        now = {"momentum": 0.85 + 0.03 * step, "weight_decay": 0.2 - 0.05 * step}
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 - step / 4)
+            if group["kind"] == "muon":
+                group |= now
+        muon.param_groups[0] |= now | {"lr": 0.02 * (1 - step / 4)}
+        for group, rate in zip(rest.param_groups, rates):
+            group["lr"] = rate * (1 - step / 4)
+        for m, optimizers in ((model, [optimizer]), (other, [muon, rest])):
+            loss_of(m, step).backward()
+            for o in optimizers:
+                o.step()
+            m.zero_grad(set_to_none=True)
+    assert_same_parameters(model, other)
+
+
 def own_groups(optimizer, states):
     """A state dict with the states of other optimizers, by parameter, and the own groups."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -101,6 +129,50 @@ def test_the_checkpoints_of_two_optimizers():
     for seed in (3, 4):
         step(seed)
     assert_same_parameters(model, other)
+
+
+# Of Muon's matrices, as commit ce6c4db2 saved it, before there was a core.
+OLDER_GROUP = {
+    "param_names": ["block.0.weight", "block.2.weight"],
+    "coupled": False,
+    "second_moment_scale": 1.0,
+    "row_exponent": 0.0,
+    "zero_sum": False,
+    "vocab_dim": 0,
+    "stochastic_rounding": False,
+    "lr": 0.001,
+    "betas": (0.9, 0.999),
+    "eps": 1e-07,
+    "weight_decay": 0.1,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "ns_steps": 5,
+    "adjust_lr_fn": "match_rms_adamw",
+    "params": [0, 1],
+}
+
+
+def test_a_checkpoint_of_an_older_version():
+    """It goes on to the bit, and what is saved next is of today."""
+    whole, cut = decoder(), decoder()
+    optimizer, before = (MuonWithCoupledAdam(m) for m in (whole, cut))
+    train(whole, optimizer, range(5))
+    train(cut, before, range(3))
+    saved = copy.deepcopy(before.state_dict())
+    saved["param_groups"][0] = OLDER_GROUP
+    resumed = MuonWithCoupledAdam(cut)
+    resumed.load_state_dict(saved)
+    train(cut, resumed, range(3, 5))
+    assert_same_parameters(whole, cut)
+    assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 def test_a_state_of_the_other_optimizer():

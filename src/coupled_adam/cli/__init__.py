@@ -27,7 +27,7 @@ from coupled_adam.errors import (
 )
 
 _READER_GONE = 141
-"""The exit code where what read an output has gone: 128 + SIGPIPE."""
+"""The exit code if the reader of an output has gone: 128 + SIGPIPE."""
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -36,7 +36,7 @@ COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
     "evaluate": "evaluate a run, or any causal language model",
-    "sample": "print texts that models write",
+    "sample": "print text that models write",
     "report": "write the report of finished runs",
     "analyze": "measure the token embeddings of any model",
     "repair": "write a copy of a model in which dead embeddings are repaired",
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
     75: stopped by SIGTERM; training leaves a checkpoint. 130: interrupted by the user. After 1, 75
-    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but what read the
-    output went away.
+    and 130 the same command with ``--resume`` continues, if it trains. 141: done, but the reader of
+    the output has gone.
     """
     open_streams()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = _explained(error, name, resume)
         if not code:  # a bug
             raise
-        # Of several processes each says what went wrong in it, and the first what all of them know.
+        # Each of several processes says what went wrong in it, and the first what all of them know.
         is_shared = isinstance(error, UsageError | TrainingError)
         if process_number() and (not is_shared or isinstance(error, LostProcessError)):
             print(f"coupled-adam: error: process {process_number()}: {message}", file=sys.stderr)

@@ -38,14 +38,14 @@ class Options(AnalysisInputs, MeasuringOptions):
     all: show all measures, also with the mean removed, and without the top directions.
     explain: say what the measures mean, and for which use.
     undertrained: name the tokens that were hardly trained.
-    verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
+    verify: ask the model to repeat each of them (needs [lab]).
     neighbours: the nearest neighbours of these tokens (texts, or ids as '#42').
     duplicates: name the rows that are nearly equal to another one.
     compare: show what changed from the first MODEL to the second.
-    show: how many tokens a table in the terminal names; --json has all.
+    show: how many tokens a table in the terminal lists; --json has all.
     html: write a page with the table and pictures.
     explore: write a page with a map of the tokens to explore.
-    export: write all that is known of each token as Parquet, for embedding-atlas.
+    export: write all that is known about each token as Parquet, for embedding-atlas.
     """
 
     models: list[str] = dataclasses.field(metadata={"metavar": "MODEL"})
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
     if options.compare:
         with working("what changed"):
             comparisons = compare_analyses(*by_model)
-    # Pages are made before anything is printed, so that an error leaves no half of a result.
+    # Pages are made before anything is printed, so that an error leaves no partial result.
     mapped = [answer for answer in answers if isinstance(answer, UndertrainedReport)]
     if not options.undertrained:  # they only color a map
         answers = [answer for answer in answers if not isinstance(answer, UndertrainedReport)]
@@ -192,7 +192,7 @@ def _folders_to_ask(options: Options) -> dict[str, Path]:
 
 
 def _check(options: Options) -> None:
-    """Raise UsageError for options that exclude each other, or that something is missing for."""
+    """Raise UsageError for options that exclude each other, or lack another one."""
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
@@ -201,9 +201,11 @@ def _check(options: Options) -> None:
     if options.tokens == []:
         raise UsageError("--tokens needs files of token ids, such as train.bin")
     if options.token_dtype is not None and options.tokens is None:
-        raise UsageError(f"--token-dtype {options.token_dtype} is about token files: add --tokens")
+        raise UsageError(
+            f"--token-dtype {options.token_dtype} applies to token files: add --tokens"
+        )
     if options.verify and not options.undertrained:
-        raise UsageError("--verify is about under-trained tokens: add --undertrained")
+        raise UsageError("--verify checks under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_outputs(

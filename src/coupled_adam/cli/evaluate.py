@@ -1,7 +1,7 @@
 """Evaluate a run, or any causal language model.
 
-Prints the test loss, measures of the embeddings, word similarity and downstream tasks. Those of a
-finished run are also written to its evaluation.json; those of another model, in a folder in Hugging
+Prints the test loss, measures of the embeddings, word similarity and downstream tasks. The results
+of a run are also written to its evaluation.json; those of any other model, in a folder in Hugging
 Face format or on the hub, to the file --out.
 
 example: coupled-adam evaluate runs/tiny/lean-seed-1 --batches 50
@@ -33,7 +33,7 @@ class Options(MeasuringOptions):
     batches: how many batches of held-out text to use (default: the recipe's number, or all).
     lm_eval: tasks of the lm-evaluation-harness; without names, the seven of the paper.
     lm_eval_path: a folder with tasks of your own; Python that they name with !function is executed.
-    limit: use only the first N examples of each task, to try things out.
+    limit: use only the first N examples of each task, for a trial.
     text: held-out text for a model, a file or a folder of text files.
     variant: execute the code of this variant, MODULE:NAME, with which a run was trained.
     out: write a model's results to this JSON file.
@@ -61,14 +61,14 @@ def run(options: Options) -> None:
     check_outputs(options.overwrite, out=options.out)
     published, written = options.word_similarity, options.out
     model, folder = options.model, Path(options.model)
-    # Loaded at once: a misspelt task, or a set that is missing, would otherwise show after hours.
+    # Loaded first: a misspelt task or a missing set would otherwise show after hours.
     asked: dict[str, Any] = {
         "batches": options.batches,
         "device": options.usable_device(),
         "sets": None if published is None else word_similarity_sets(published),
         "downstream": _downstream(options),
     }
-    # What is for the other of the two is refused, and not ignored.
+    # An option for the other of the two is refused, not ignored.
     for name in ("text", "out", "revision") if is_run(folder) else ("variant",):
         kind = "run" if is_run(folder) else "model"
         require(getattr(options, name) is None, f"--{name} is not for {folder}, which is a {kind}")
@@ -92,7 +92,7 @@ def run(options: Options) -> None:
 
 
 def _downstream(options: Options) -> Downstream | None:
-    """The downstream tasks that are asked for."""
+    """The downstream tasks to run."""
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
 
     if options.lm_eval is not None:

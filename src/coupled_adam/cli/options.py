@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib.util
 import os
 import re
@@ -26,7 +27,7 @@ DEFAULT_RECIPE = "demo"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
-    """Where it is computed.
+    """The device that computes.
 
     device: cuda, cuda:1, mps or cpu; auto takes the first of cuda, mps and cpu that is available.
     """
@@ -62,10 +63,10 @@ class ModelOptions(DeviceOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuringOptions(ModelOptions):
-    """How models are measured, and what becomes of files.
+    """How models are measured, and whether files are replaced.
 
-    word_similarity: a folder with word-similarity sets as published; 'download' downloads and keeps
-        them.
+    word_similarity: a folder with word-similarity sets as published, or 'download', which fetches
+        and keeps them.
     overwrite: replace files that exist.
     """
 
@@ -104,9 +105,6 @@ class RunOptions(DeviceOption, Execution):
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
-        if isinstance(plain.get("arms"), dict) and (chosen := {*arms} & plain["arms"].keys()):
-            named = {arm: options for arm, options in plain["arms"].items() if arm in chosen}
-            plain = {**plain, "arms": named}
         # Each of these options is a key of the recipe, and takes the place of others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
@@ -131,6 +129,16 @@ class RunOptions(DeviceOption, Execution):
                 value = read_yaml(f"[{text}]", f"--{key}")
             is_sweep = key == "training.lr" and isinstance(value, list)
             values["arms.*.lr" if is_sweep else key] = value
+        if isinstance(named := plain.get("arms"), dict):
+            several = [key.split(".") for key, value in values.items() if isinstance(value, list)]
+            swept = [places[1] for places in several if places[0] == "arms"]
+            if self.resume and swept:  # numbered arms are stored: the first of each stands for all
+                bare = {re.sub(r"-\d+$", "", arm): named[arm] for arm in reversed(named)}
+                names = [arm for place in swept for arm in fnmatch.filter(reversed(bare), place)]
+                named = {arm: bare[arm] for arm in names}
+            if chosen := {*arms} & named.keys():
+                named = {arm: options for arm, options in named.items() if arm in chosen}
+            plain = {**plain, "arms": named}
         recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
         is_stored = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
@@ -155,7 +163,7 @@ class RunOptions(DeviceOption, Execution):
                 f"note: the learning rate rises until the end, as training.warmup is "
                 f"{recipe.training.warmup:g} and a run has {recipe.steps} steps"
             )
-        # What is missing or wrong would otherwise show only after the corpus has been prepared.
+        # Otherwise errors would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
@@ -175,8 +183,8 @@ class RunOptions(DeviceOption, Execution):
 def _limit_threads(parameters: int) -> None:
     """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise.
 
-    Its operations take microseconds, and each waits for all threads: where others need the cores,
-    too, a step with a thread for each core took 7 s instead of 0.5.
+    Its operations take microseconds, and each waits for all threads: on busy cores, a step with a
+    thread for each core took 7 s instead of 0.5.
     """
     import torch
 

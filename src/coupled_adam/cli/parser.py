@@ -19,8 +19,8 @@ from coupled_adam.fields import checked, meanings, sections
 
 _KEYS = """\
 Any key of the recipe but its name is an option, too: --training.lr 1e-3. --arms.lean.lr_factor 8
-sets an option of an arm, --arms.NAME '{optimizer: lean}' adds an arm, and a list of values makes an
-arm of each; --arms.*.lr is that option of all arms. coupled-adam recipes demo explains all keys.
+sets an option of an arm, --arms.*.lr of all arms, and --arms.NAME '{optimizer: lean}' adds an arm;
+a list of values makes an arm of each. coupled-adam recipes demo explains all keys.
 """
 
 
@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "optimizer": "arms.NAME",
     "optim": "arms.NAME",
 }
-"""Options by the names that other programs have for them."""
+"""Our options, by their names in other programs."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
     def _meant(self, words: Sequence[str]) -> str:
-        """What is likely to have been meant by words that are unknown; empty if nothing is."""
+        """The option that unknown words probably mean; empty if there is none."""
         typed, _, value = words[0].partition("=")
         if value and not typed.startswith("-"):
             return f"--{typed} {value}"
@@ -166,7 +166,7 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
 
 
 def _help(field: dataclasses.Field[Any], text: str) -> str:
-    """What the help says of an option, with its default if the text does not name it."""
+    """The help of an option, with its default unless the text names it."""
     says_nothing = field.default in (None, False, "", dataclasses.MISSING) or "default" in text
     text = text.removesuffix(".").replace("%", "%%")  # argparse formats it
     return text if says_nothing else f"{text} (default: {field.default})"

@@ -1,7 +1,7 @@
 """Write a copy of a model in which dead embeddings are repaired.
 
-Rows of the embeddings that are not finite or nearly zero get values like those of healthy rows. The
-rest of the model is copied as it is, and the model itself is never changed.
+Rows that are not finite or nearly zero get values like those of healthy rows. The rest of the model
+is copied as it is, and the model itself is never changed.
 
 example: coupled-adam repair my-model --out repaired --text validation.txt
 """

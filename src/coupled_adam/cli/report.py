@@ -1,6 +1,4 @@
-"""Write the report of finished runs.
-
-Tables, pictures, and a page that holds all of them.
+"""Write the report of finished runs: tables, pictures, and a page that holds all of them.
 
 example: coupled-adam report runs/124M-5B runs/124M-10B --out report
 """
@@ -19,9 +17,9 @@ class Options:
     """The options of ``coupled-adam report``.
 
     folders: folders with runs in them.
-    out: the report's folder, whose report is replaced (default: report in the first DIR).
-    bold: make values bold that are better than AdamW's, or than those of all other arms, as in the
-        paper's Table 7; "value" is the best value without a test, for single runs, as in Table 2.
+    out: the report's folder; a report in it is replaced (default: report in the first DIR).
+    bold: which values are bold: adamw, better than AdamW's; all, better than every other arm's, as
+        in the paper's Table 7; value, the best without a test, as of single runs in Table 2.
     """
 
     folders: list[Path] = field(metadata={"metavar": "DIR"})

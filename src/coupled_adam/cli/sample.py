@@ -1,7 +1,7 @@
-"""Print texts that models write.
+"""Print text that models write.
 
-For a comparison those of all its arms, with its first seed. Each model continues the same prompt,
-with the same random numbers.
+A comparison stands for its arms, with its first seed. All models continue the same prompt, with the
+same random numbers.
 
 example: coupled-adam sample runs/demo --prompt "The list"
 """
@@ -26,7 +26,7 @@ class Options(ModelOptions):
     prompt: the beginning of the text (default: a new document).
     tokens: how many to write at most.
     temperature: lower is less random; 0 takes the most probable token every time.
-    seed: of the random numbers.
+    seed: the seed of the random numbers.
     """
 
     models: list[str] = field(metadata={"metavar": "MODEL"})

@@ -1,4 +1,4 @@
-"""Standard output and standard error: what is printed there, and where it is read."""
+"""Standard output and standard error, and what is printed there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def open_streams() -> None:
     """Open the standard streams that are closed (``>&-``), to nothing.
 
-    Otherwise a file would get their number, and what is printed would be written into it.
+    Otherwise a file would get their number, and printed text would be written into it.
     """
     # The system gives the lowest number that is free; the first above 2 is one too many.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -38,7 +38,7 @@ def open_streams() -> None:
 
 
 class Stream:
-    """Standard output or error; the command goes on when what reads it (``head``) has gone."""
+    """Standard output or error; the command goes on when its reader (``head``) has gone."""
 
     reader_has_gone = False  # of either
 
@@ -56,11 +56,11 @@ class Stream:
         self._unless_gone(self._stream.write, text)
 
     def flush(self) -> None:
-        """Hand on what has been written."""
+        """Pass on what has been written."""
         self._unless_gone(self._stream.flush)
 
     def discard(self) -> None:
-        """Send to nothing what is still to be written, after the stream could not take it."""
+        """Discard what is still to be written, after the stream could not take it."""
         # Below Python's object, whose buffer Python writes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
@@ -136,5 +136,5 @@ def quiet_libraries() -> None:
 
 
 def _warning(message: Warning | str, *_: object) -> str:
-    """A warning as users see it, without the place in the source that it comes from."""
+    """A warning as users see it, without its place in the source."""
     return f"coupled-adam: warning: {one_line(message)}\n"

@@ -1,7 +1,7 @@
 """Train and evaluate one run of a comparison.
 
-One arm and one seed of a recipe, as one job in a cluster's queue. Runs in one folder are compared
-by coupled-adam report.
+Trains one arm of a recipe with one seed, as one job in a cluster's queue. coupled-adam report
+compares the runs in a folder.
 
 example: coupled-adam train --recipe tiny --arm lean --arms.lean.lr_factor 4 --seed 2
 """

@@ -35,7 +35,7 @@ _SHOWN: dict[str, Callable[[Any], str]] = {
     "beta2": "beta2 {:g}".format,
     "lr": "lr {:g}".format,
 }
-"""How the options are shown in an arm's label, in this order; others are not."""
+"""How an arm's label shows its options, in this order; it leaves out others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,16 +81,16 @@ class Arm:
 class _ArmWithBetas(Arm):
     """An arm whose embeddings may have other betas than the rest.
 
-    beta1, beta2: the betas of the token embeddings; null means the optimizer's own, which for
-        adamw, coupled_adam and muon are the training's.
+    beta1, beta2: the betas of the token embeddings; null takes the optimizer's own, or the
+        training's for adamw, coupled_adam and muon.
     """
 
     beta1: Beta | None = None
     beta2: Beta | None = None
 
     def for_embeddings(self, training: Training, betas: tuple[float, float]) -> dict[str, Any]:
-        """The embeddings' rate and betas, of which ``betas`` are the usual ones."""
-        # Either may be left out, and is the usual one then.
+        """The embeddings' rate and betas, which are ``betas`` by default."""
+        # Either may be left out.
         own = self.beta1, self.beta2
         options: dict[str, Any] = {
             "betas": tuple(usual if beta is None else beta for beta, usual in zip(own, betas))
@@ -104,8 +104,8 @@ class _ArmWithBetas(Arm):
 class AdamWArm(_ArmWithBetas):
     """AdamW for all parameters.
 
-    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
-        have the recipe's (``training.decay_positions``).
+    embedding_weight_decay: the weight decay of all embeddings except learned positions that decay
+        like other matrices (``training.decay_positions``).
     """
 
     name = "AdamW"
@@ -127,12 +127,12 @@ class AdamWArm(_ArmWithBetas):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoupledAdamArm(_ArmWithBetas):
-    """Coupled Adam for the token embeddings, which are those that the other options are about.
+    """Coupled Adam for the token embeddings, to which its options apply.
 
     embedding_weight_decay: as for adamw.
     second_moment_scale: the factor 2^-n of Sec. 6.1.
-    row_exponent: 0 to 1: how far each token has a step size of its own; beyond the paper.
-    zero_sum: whether the updates leave the mean of the embeddings where it is; beyond the paper.
+    row_exponent: from 0, one step size for all tokens, to 1, one for each; beyond the paper.
+    zero_sum: whether updates leave the mean embedding in its place; beyond the paper.
     couple: which of the two embedding matrices of an untied model are coupled.
     """
 
@@ -158,9 +158,9 @@ class CoupledAdamArm(_ArmWithBetas):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeanArm(_ArmWithBetas):
-    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``.
+    """``coupled_adam.LEAN``, which keeps no matrix of state for the token embeddings.
 
-    lr_factor: as for all arms; null means that it follows from the number of steps.
+    lr_factor: as for all arms; null derives it from the number of steps.
     """
 
     name = "LEAN"
@@ -194,9 +194,9 @@ class SGDArm(Arm):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableRuleArm(_ArmWithBetas):
-    """Another rule for the token embeddings, from ``coupled_adam.lab.table_rules``.
+    """Another rule for the token embeddings.
 
-    rule: its name there, such as ember or adafactor.
+    rule: its name in ``coupled_adam.lab.table_rules``, such as ember or adafactor.
     rule_options: options of the rule that differ from its defaults.
     """
 
@@ -215,7 +215,7 @@ class TableRuleArm(_ArmWithBetas):
         has = RULES[self.rule].options
         for option in self.rule_options:
             hint = did_you_mean(option, has, f"{self.rule} has no options")
-            require(option in has, f"rule_options.{option} is no option of {self.rule}: {hint}")
+            require(option in has, f"rule_options.{option} is not an option of {self.rule}: {hint}")
 
     @property
     def label(self) -> str:
@@ -241,11 +241,11 @@ class TableRuleArm(_ArmWithBetas):
 class MuonArm(_ArmWithBetas):
     """Muon for the hidden matrices, another optimizer for the embeddings, AdamW for the rest.
 
-    Muon's updates are as large as AdamW's, so that one learning rate suits both. Learned positions
-    are never Muon's. LEAN for the embeddings is ``{optimizer: muon, row_exponent: 0.75, zero_sum:
+    Muon's updates are as large as AdamW's, so that one learning rate suits both. Muon never updates
+    learned positions. LEAN for the embeddings is ``{optimizer: muon, row_exponent: 0.75, zero_sum:
     true, beta1: 0, beta2: 0.99}``.
 
-    coupled: whether the token embeddings have Coupled Adam; if not, they have AdamW.
+    coupled: whether Coupled Adam updates the token embeddings; if not, AdamW does.
     row_exponent, zero_sum: as for coupled_adam.
     """
 
@@ -262,7 +262,7 @@ class MuonArm(_ArmWithBetas):
 
     @property
     def label(self) -> str:
-        """The label, with what has the other matrices."""
+        """The label, with the optimizer of the embeddings."""
         others = "Coupled Adam" if self.coupled else "AdamW"
         return super().label.replace("Muon", f"Muon with {others}", 1)
 
@@ -320,7 +320,9 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             raise UsageError(f"arms.{name}.{empty[0]}=[] must have at least one value")
         # Before they are made: a mistyped list could fill the memory.
         if (count := math.prod(map(len, lists.values()))) > 1000:
-            raise UsageError(f"arms.{name} has lists for {count:,} arms: at most 1,000 can be")
+            raise UsageError(
+                f"arms.{name} makes {count:,} arms of its lists, and at most 1,000 are allowed"
+            )
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             arm = f"{name}-{number}" if lists else name
             if arm in arms:
@@ -341,7 +343,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
 def _param_groups(
     model: "nn.Module", training: Training, embeddings: Mapping[str, Any], **options: Any
 ) -> "ParamGroups":
-    """The groups of :func:`coupled_adam.param_groups`; positions decay if they are to."""
+    """The groups of :func:`coupled_adam.param_groups`; positions decay if the training says so."""
     from coupled_adam import param_groups
 
     decay = training.weight_decay
@@ -357,7 +359,7 @@ def _param_groups(
 
 
 def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
-    """A group of the trained tables of embeddings that are not of tokens."""
+    """A group of the trained embeddings of anything but tokens."""
     from torch import nn
 
     from coupled_adam import embedding_parameters

@@ -45,7 +45,7 @@ def stored_recipe(out: Path) -> Recipe | None:
 
 
 def extended(recipe: Recipe, out: Path) -> Recipe:
-    """The recipe with the arms and seeds of the comparison in ``out``, if there is one, as well.
+    """The recipe, with the arms and seeds of the comparison in ``out`` added, if there is one.
 
     Raises UsageError if the folder holds another comparison, or something else.
     """
@@ -54,7 +54,7 @@ def extended(recipe: Recipe, out: Path) -> Recipe:
         check_unused(out, "holds no comparison to resume")
         return recipe
     joined = recipe.joined(stored)
-    # Arms and seeds may be more; all else, and the arms that both have, must be the same.
+    # There may be more arms and seeds; all else, and the arms that both have, must be the same.
     there = dataclasses.replace(
         stored, seeds=joined.seeds, arms={**joined.arms, **stored.arms}
     ).to_dict()
@@ -163,7 +163,7 @@ def train_and_evaluate(
 def _settings(
     recipe: Recipe, out: Path, execution: Execution, run: Run | None = None
 ) -> dict[str, Any]:
-    """All in which the processes of a comparison, or of a run, have to agree but the text."""
+    """All that the processes of a comparison or a run must agree on, except the text."""
     chosen = {"out": str(out.absolute()), "arm": run and run.arm_name, "seed": run and run.seed}
     chosen |= {f.name: getattr(execution, f.name) for f in dataclasses.fields(Execution)}
     return {**recipe.to_dict(), **chosen, **versions(), "source": code_digest(recipe.variant)}

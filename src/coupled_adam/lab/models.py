@@ -19,9 +19,9 @@ from coupled_adam.lab.sections import Model
 def build_model(recipe: Recipe) -> PreTrainedModel:
     """A language model with newly initialised weights.
 
-    With ``bias=False`` all biases are zero and frozen, so that the model has none in effect, and
-    any program that knows the architecture can still load it. Raises UsageError if transformers
-    cannot build this architecture with these values.
+    With ``bias=False`` all biases are zero and frozen: in effect the model has none, and any
+    program that knows the architecture can still load it. Raises UsageError if transformers cannot
+    build this architecture with these values.
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
@@ -135,9 +135,9 @@ def require_causal(model: PreTrainedModel, source: object) -> None:
 
 
 def check_architecture(recipe: Recipe) -> None:
-    """Raise UsageError if the recipe's architecture sees later tokens; a small one of it is asked.
+    """Raise UsageError if the recipe's architecture sees later tokens; a small one is tried.
 
-    A variant builds a model of its own, which is asked when it has been built.
+    A variant builds a model of its own, which is tried when it has been built.
     """
     if recipe.variant is not None:
         return
@@ -151,7 +151,7 @@ def check_architecture(recipe: Recipe) -> None:
 
 
 def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:
-    """N: the trained parameters of the model that is built, of which no weights are made."""
+    """N: the trained parameters of the recipe's model, counted without making its weights."""
     # Counted, since no formula knows all architectures.
     with torch.device("meta"):
         return count_parameters(build(recipe))

@@ -1,8 +1,7 @@
 """Recipes: what to train, read from YAML and validated.
 
-A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. If it
-has arms, they replace all inherited arms. Values of the command line, such as ``--training.lr``,
-are applied last.
+A file with ``extends: NAME`` needs only the values that differ from that recipe. If it has arms,
+they replace all inherited arms. Values of the command line, such as ``--training.lr``, come last.
 """
 
 import copy
@@ -38,10 +37,10 @@ class Recipe:
     model: the architecture.
     data: the text.
     training: the training of each run.
-    arms: by name, what is compared; each is an ``optimizer`` for the embeddings, and its options.
+    arms: what is compared, by name: each an ``optimizer`` for the embeddings, and its options.
     seeds: each arm is trained once with each of these.
-    variant: code for what a recipe cannot say, as module:name of a
-        coupled_adam.lab.training.variant.Variant in a module that Python finds; null for none.
+    variant: code for what a recipe cannot say: the module:name of a
+        coupled_adam.lab.training.variant.Variant that Python can import; null for none.
     """
 
     name: _Name
@@ -102,7 +101,7 @@ class Recipe:
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def joined(self, other: "Recipe") -> "Recipe":
-        """This comparison with the arms and the seeds of another one as well."""
+        """This comparison, with the arms and seeds of another one added."""
         arms = {**other.arms, **self.arms}
         return dataclasses.replace(self, arms=arms, seeds=sorted({*other.seeds, *self.seeds}))
 
@@ -165,7 +164,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
+    """Both values of each dotted key that differs between nested dicts; None where missing."""
     first, second = flat(first), flat(second)
     values = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
     return {key: both for key, both in values.items() if both[0] != both[1]}
@@ -183,23 +182,23 @@ def recipe_from(values: Any, source: str) -> Recipe:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's own loader ignores the first."""
+    """Refuses a key that is given twice; YAML's own loader ignores the first."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """A mapping as it is written, before others are merged into it, or it into others."""
+        """A mapping as it is written, before any merging."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         there = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in there:
                     line = key.start_mark.line + 1
-                    raise ValueError(f"line {line}: the key {key.value} is given a second time")
+                    raise ValueError(f"line {line}: the key {key.value} is given twice")
                 there.add((key.tag, key.value))
         return node
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """Plain lists, dicts and values from YAML text; UsageError, which names the source, if not."""
+    """Parse YAML into plain lists, dicts and values; a UsageError names the source."""
     try:
         return yaml.load(text, _Loader)
     except Exception as error:  # scalars that only look like a date or a number have their own
@@ -241,7 +240,7 @@ def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
     if not extended:  # a file of one's own is not its parent, whose runs it would replace
         values.setdefault("name", Path(name).stem)
     inherited = load_values(base, [*extended, name])
-    # What is extended may be somebody else's, and a variant is code that will be executed.
+    # The extended recipe may be somebody else's, and a variant is code that will be executed.
     variant = inherited.get("variant")
     if variant is not None and "variant" not in values:
         raise UsageError(

@@ -100,7 +100,7 @@ class Run:
 
     @functools.cached_property
     def label(self) -> str:
-        """The arm in tables and pictures: its optimizer and options, after a name of its own."""
+        """The arm in tables and pictures: its optimizer and options, after its own name if any."""
         label = self.arm.label
         # "lean" and "lean-2" say no more than the label, but "short-warmup" does.
         return label if self.family == self.arm.optimizer else f"{self.arm_name}: {label}"
@@ -243,7 +243,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 
 def _read_json(path: Path, kind: TypeAdapter[Any]) -> dict[str, Any]:
-    """The content of a file of JSON as it is written, once it is of this kind; {} if it is none."""
+    """The content of a JSON file, checked to be of this kind; {} if there is no file."""
 
     def parse(text: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(text, parse_constant=int)  # refuses NaN

@@ -80,7 +80,7 @@ SOURCES = {
     ),
     "tokens": ("token_dtype",),
 }
-"""The keys of :class:`Data` that name a source, and those that are of no use without it."""
+"""The keys of :class:`Data` that name a source, and those that apply to it alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +92,18 @@ class Data:
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
     hub_config: the configuration of the data set, if it has several.
     hub_revision: the branch, tag or commit of the data set.
-    hub_documents: the number of rows that the whole of ``train_split`` has; fewer are an error,
-        unless ``max_tokens`` is reached before. Null does not ask.
-    hub_otherwise: what to give where the data set cannot be read, for the message.
+    hub_documents: the number of rows in all of ``train_split``; fewer are an error, unless
+        ``max_tokens`` is reached first. Null skips this check.
+    hub_otherwise: a hint shown if the data set cannot be read.
     train_split: the split of the data set that is trained on.
     valid_split: its split for validation; null takes a share of the documents, ``held_out``.
     test_split: its split for the test; null takes a share of the documents, ``held_out``.
     shuffle_seed: shuffle its documents with this seed; null leaves them in order.
     column: the column, or the key in .jsonl, .json and .parquet files, that holds the text.
     tokens: a folder of token files in the formats of nanoGPT and llm.c.
-    token_dtype: the type of the ids in token files; null finds out.
+    token_dtype: the type of the ids in token files; null detects it.
     tokenizer: the id or folder of a tokenizer; null trains a byte-level BPE on the training text.
-    held_out: the share of the documents for validation, and the same share for the test, unless
+    held_out: the share of the documents for validation, and again for the test, unless
         ``valid_split`` and ``test_split`` name splits of the data set.
     max_tokens: the maximum number of training tokens.
     max_held_out_tokens: the maximum number of tokens in each held-out split.
@@ -153,7 +153,7 @@ class Training:
     sequence_length: the number of tokens in a sequence.
     lr: the highest learning rate, at the end of the warmup.
     warmup: the number of warmup steps or, if it is below 1, their share of all steps.
-    steps, tokens: the length of the run, which is given by exactly one of the two.
+    steps, tokens: the length of the run; give exactly one of the two.
     schedule: the learning rate's schedule after the warmup: cosine, constant, or wsd (warmup,
         stable, decay).
     decay: the share of the steps in which wsd decays the learning rate.
@@ -161,8 +161,8 @@ class Training:
     betas: the decay rates of the first and second moments.
     eps: added to the root of the second moment.
     weight_decay: the weight decay of all matrices except embeddings; biases and norms have none.
-    decay_positions: whether learned positions have weight decay like other matrices. If not, they
-        are treated like token embeddings.
+    decay_positions: whether learned positions decay like other matrices; if not, they have no
+        weight decay, like token embeddings.
     max_grad_norm: the norm to which gradients are clipped; ``.inf`` disables clipping.
     precision: the precision of parameters and arithmetic, in Lightning's names.
     evaluate_every: the number of steps between evaluations; each is followed by a checkpoint.
@@ -196,8 +196,8 @@ class Training:
         # Of two lengths one would be ignored: a recipe that replaces an inherited one unsets it.
         if (self.steps is None) == (self.tokens is None):
             raise UsageError(
-                "give one of training.steps and training.tokens, and set the other to null: they "
-                f"are {self.steps or 'null'} and {self.tokens or 'null'}"
+                "set exactly one of training.steps and training.tokens, and the other to null: "
+                f"they are {self.steps or 'null'} and {self.tokens or 'null'}"
             )
         if self.tokens is not None and self.tokens < self.batch_size * self.sequence_length:
             raise UsageError(
@@ -216,5 +216,5 @@ class Training:
 
     @property
     def total_steps(self) -> int:
-        """The number of optimizer steps of one run, whichever of the two lengths is given."""
+        """The number of optimizer steps of one run."""
         return self.steps or (self.tokens or 0) // self.tokens_per_step

@@ -1,9 +1,9 @@
-"""Other rules for a table of token embeddings, beside which Coupled Adam and LEAN have to stand.
+"""Other rules for a table of token embeddings, to compare Coupled Adam and LEAN with.
 
-Each is written from its paper's formulas as one function of the gradient [V, H], the param group
-and the state, so that what they have in common can be seen: nearly all divide the gradient by a
-number for the row and a number for the column. A recipe has them as ``{optimizer: table_rule, rule:
-ember}``. To add one, write the function and its record in :data:`RULES`.
+Each is one function of the gradient [V, H], the param group and the state, written from its
+paper's formulas. Nearly all divide the gradient by a number for the row and a number for the
+column. A recipe has them as ``{optimizer: table_rule, rule: ember}``. To add one, write the
+function and its record in :data:`RULES`.
 """
 
 import functools

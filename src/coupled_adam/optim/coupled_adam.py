@@ -316,7 +316,8 @@ class CoupledAdam(torch.optim.Adam):
 
         Raises:
             ValueError: if the groups have no names, a name is none of the model's any more, or a
-                parameter differs in more than its number of rows. Nothing has been changed then.
+                parameter is another one that ``core`` updates, or differs in more than its number
+                of rows. Nothing has been changed then.
         """
         follow(self.param_groups, self.state, model)
         self._checked.clear()

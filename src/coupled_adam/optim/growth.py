@@ -32,7 +32,7 @@ def follow(groups: list[Group], states: MutableMapping[Tensor, Any], model: nn.M
             new = named.get(name)
             if new is None:
                 raise ValueError(f"{name!r} is no parameter of the model any more")
-            state = states.get(old, {})
+            state = {} if is_cores(group) else states.get(old, {})
             before = _shape_of(group, old, state)
             if new is not old or new.shape != before:
                 _check(group, index, new)
@@ -55,7 +55,9 @@ def _check(group: Group, index: int, new: Tensor) -> None:
     """Raise ValueError if a parameter differs from that of a group in more than its rows."""
     old, dim = group["params"][index], _rows_dim(group)
     kept = [tuple(n for i, n in enumerate(x.shape) if i != dim) for x in (old, new)]
-    if sharded.is_dtensor(old) or sharded.is_dtensor(new) or group.get("flat_shards"):
+    if is_cores(group):
+        problem = "core= updates it, whose states may be of any shape"
+    elif sharded.is_dtensor(old) or sharded.is_dtensor(new) or group.get("flat_shards"):
         problem = "it is sharded: resize the model before it is"
     elif old.dim() != new.dim() or kept[0] != kept[1]:
         problem = f"it has another shape now, {list(new.shape)}, in more than its number of rows"

@@ -33,7 +33,7 @@ from coupled_adam.runs import COUNTS
 from coupled_adam.text.token_files import TokenFile, Tokens
 from coupled_adam.text.tokenizers import end_of_text_id
 
-# The settings of a recipe's data that count by what is found there, not by their values.
+# The settings of a recipe's data that are identified by their content, not by their values.
 _BY_CONTENT = ("text", "hub", "hub_revision", "hub_otherwise", "tokens", "tokenizer")
 _FACTS = "corpus.json"
 _LAYOUT = 3  # version of a corpus folder's layout, part of its key; raise it with each change
@@ -85,8 +85,8 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     """Find the recipe's corpus in the cache, which may be read-only then, or create it there.
 
     The name of the corpus folder is a hash of the source's content, the tokenizer, and the settings
-    of both. It gets the name when it is complete, and is made anew if a file in it is not as it was
-    made. Other processes that need the same corpus wait for the one that creates it.
+    of both. It gets the name when it is complete, and is made again if one of its files has
+    changed. Other processes that need the same corpus wait for the one that creates it.
 
     Raises:
         UsageError: the source or tokenizer cannot be used, the text is too short for the recipe, or
@@ -114,7 +114,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
                 f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
                 "make room, or choose another folder with COUPLED_ADAM_CACHE"
             ) from None
-    # Where the text is may be elsewhere than when the corpus was made; token files stay there.
+    # The text may have moved since the corpus was made; token files are read where they are.
     facts = {key: value for key, value in facts.items() if key != "checksums"}
     facts["source"] = source.name
     files = {s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS}
@@ -127,7 +127,7 @@ def _key(
     source: Source, tokenizer: PreTrainedTokenizerBase | None, data: Data, vocab_size: int
 ) -> str:
     """The name of a corpus's folder: the same content is the same corpus, wherever it lies."""
-    # By the files it is saved as, since a tokenizer's name says nothing of its content.
+    # By the files that it is saved as, since a tokenizer's name says nothing about its content.
     digest = None
     if tokenizer is not None:
         try:
@@ -138,7 +138,7 @@ def _key(
                 f"the temporary folder cannot be written ({error.strerror or error}): make room, "
                 "or choose another one with TMPDIR"
             ) from None
-    # Without defaults, so that a key that is new does not give other names to corpora.
+    # Without defaults, so that a new key does not rename existing corpora.
     settings = {k: v for k, v in vars(data).items() if v != getattr(type(data), k)}
     made_from = {
         "layout": _LAYOUT,
@@ -151,7 +151,7 @@ def _key(
 
 
 def _check_length(corpus: Corpus, recipe: Recipe) -> None:
-    """Raise UsageError if a split is too short for the recipe, which the cache knows nothing of."""
+    """Raise UsageError if a split is too short for the recipe, which the cache does not know."""
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
     for split, needed in {
@@ -203,7 +203,7 @@ def _make(
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:
-    """The facts of a corpus; None if it is not there, or any of its files is not as it was made."""
+    """The facts of a corpus; None if it is missing, or one of its files has changed."""
     try:
         facts: dict[str, Any] = json.loads(read_text(folder / _FACTS))
         # Whatever else lies there, such as what a desktop leaves, is not the corpus.

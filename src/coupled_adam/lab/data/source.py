@@ -25,13 +25,13 @@ from coupled_adam.text.token_files import TokenFile, token_file
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents, or token files, which are used where they are.
+    """Documents, or token files, which are read where they are.
 
     name: the name of the source in messages.
     fingerprint: a string that changes when the documents or tokens change.
-    documents: the documents of each split, of which none is blank. To iterate over them reads them,
-        which can be done once; it raises UsageError if one cannot be read or there are none. A
-        held-out split that is not here is taken from the training documents.
+    documents: the documents of each split, none of them blank. They can be iterated over once,
+        which reads them, and raises UsageError if one cannot be read or there are none. A held-out
+        split that is missing here is taken from the training documents.
     files: the ranges of token ids in files, for each split; None for documents.
     """
 
@@ -54,8 +54,8 @@ def open_source(data: Data, vocab_size: int) -> Source:
             # Also by the ranges, which max_tokens and the cut for a test split change.
             fingerprint = content_hash([content_digest(used), ranges])
         return Source(f"data.tokens={data.tokens}", fingerprint, files=files)
-    # Documents are read once they are iterated over: a corpus in the cache needs what identifies
-    # them alone.
+    # Documents are read only when they are iterated over: to find a corpus in the cache, their
+    # identity is enough.
     if data.hub is not None:
         name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
         names = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
@@ -75,7 +75,7 @@ def open_source(data: Data, vocab_size: int) -> Source:
 
 
 def content_digest(paths: Iterable[Path]) -> str:
-    """Compute a hash of the names and contents of files, which depends on their order."""
+    """A hash of the names and contents of files, in their order."""
     contents = hashlib.sha256()
     for path in paths:
         try:
@@ -87,7 +87,7 @@ def content_digest(paths: Iterable[Path]) -> str:
 
 
 def content_hash(content: Any) -> str:
-    """The SHA-256 digest of a value of JSON."""
+    """The SHA-256 digest of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -101,11 +101,10 @@ _SPLIT_WORDS = {
 def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     """Find the token files of each split in the folder ``data.tokens``.
 
-    Their names have the word train, val (or valid, validation) or test, between characters that are
-    no letters, and end in ``.bin`` or, where no file does, in ``.npy``; several files of a split
-    are sorted by name. Without files for the test, the second half of the validation tokens is the
-    test split. Raises UsageError if a split has no files, a file is of two splits, or is truncated
-    or in another format.
+    Their names contain the word train, val (or valid, validation) or test, not inside a longer
+    word, and end in ``.bin`` or, if no file does, in ``.npy``. Several files of a split are sorted
+    by name. Without files for the test, the second half of the validation tokens is the test split.
+    Raises UsageError if a split has no files, or a file belongs to two, is truncated or no such.
     """
     folder = Path(str(data.tokens))
     found: dict[str, list[Path]] = {split: [] for split in _SPLIT_WORDS}
@@ -150,7 +149,7 @@ def _text_documents(data: Data) -> Iterator[str]:
 
 
 def _hub_state(data: Data) -> tuple[str, str | None]:
-    """What identifies a data set's content, and its full commit, which a folder has not."""
+    """What identifies a data set's content, and its full commit (None for a folder)."""
     folder = Path(os.path.abspath(str(data.hub)))
     if folder.exists():
         # Hidden files, too, if its README names them.
@@ -173,7 +172,7 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
 
 
 def _hub_builder(data: Data, revision: str | None) -> tuple[Any, dict[str, list[str]]]:
-    """The reader of a data set, and its files by split; UsageError for one that is elsewhere."""
+    """The reader of a data set, and its files by split; UsageError for a file outside of it."""
     from datasets import load_dataset_builder  # this import takes a second
 
     builder = load_dataset_builder(str(data.hub), data.hub_config, revision=revision)
@@ -181,7 +180,7 @@ def _hub_builder(data: Data, revision: str | None) -> tuple[Any, dict[str, list[
     place = "hf://" if revision else f"{os.path.abspath(str(data.hub))}/"
     for file in itertools.chain(*files.values()):
         inside = (file if revision else os.path.normpath(file)).startswith(place)
-        require(inside, f"its README names a file that is not in it, {file}")
+        require(inside, f"its README names a file outside of it, {file}")
     return builder, files
 
 
@@ -193,7 +192,7 @@ def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str
         parts = (Path(file).parent.name for file in files.get(split, ()) if "/partial-" in file)
         folder = next(parts, None)
         if folder is not None and data.max_tokens is None:
-            problem = f"its copy is only a part of it, in the folder {folder}"
+            problem = f"its copy holds only a part of it, in the folder {folder}"
             require(whole is None, f"{problem}. {_HOW_TO_TAKE_PART}")
             warnings.warn(f"data.hub={data.hub}: {problem}", stacklevel=2)
         # Streamed: max_tokens may need only a small part of a data set of terabytes.
@@ -211,9 +210,7 @@ def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str
                 yield text
         require(not empty, "there is no text in it")
         if whole is not None:
-            problem = (
-                f"it has {count:,} documents, and the whole has {whole:,}. {_HOW_TO_TAKE_PART}"
-            )
+            problem = f"it has {count:,} documents of {whole:,}. {_HOW_TO_TAKE_PART}"
             require(count >= whole, problem)
 
 
@@ -228,7 +225,7 @@ def _hub_errors(data: Data) -> Iterator[None]:
         is_here = Path(str(data.hub)).exists()
         reason = one_line(error, 300) if is_here else hub_error(error)
         if "scripts are no longer supported" in str(error):
-            reason = "a script makes its text, which is not run: give a revision with Parquet files"
+            reason = "a script makes its text, and is not run: give a revision with Parquet files"
             reason += "" if is_here else ", such as --data.hub_revision refs/convert/parquet"
         raise UsageError(
             f"data.hub={data.hub} cannot be read ({reason}).{_otherwise(data)}"
@@ -239,6 +236,6 @@ _HOW_TO_TAKE_PART = "To train on a part of it, add --data.hub_documents null."
 
 
 def _otherwise(data: Data) -> str:
-    """What else can be given, for the end of a message."""
+    """The end of a message: what else can be given."""
     named = f" Otherwise, {data.hub_otherwise}." if data.hub_otherwise else ""
     return f"{named} Files of your own: --text FILE, or --data.tokens FOLDER."

@@ -27,14 +27,14 @@ _BPE_CHARACTERS = 10**9  # the most that a BPE is trained on
 
 
 def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, whose ids are below ``vocab_size``, from the hub or a folder.
+    """Load a tokenizer with ids below ``vocab_size`` from the hub or a folder.
 
     Raises UsageError if there is no such tokenizer, it has too many tokens, or it has no
     end-of-text token.
     """
     with prefixed_usage_error("data.tokenizer=", UsageError):
         tokenizer = load_tokenizer(name)
-        # Ids may have gaps, so that the largest counts and not only the number of tokens.
+        # Ids may have gaps, so the largest id counts, not only the number of tokens.
         size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
         require(
             size <= vocab_size,
@@ -90,7 +90,7 @@ def write_tokens(
     """
     documents = {split: _assigned(source, split, data) for split in source.documents}
     if tokenizer is None:
-        # They are kept until they are tokenized, as reading may mean to download.
+        # They are kept until they are tokenized, since reading them again might mean a download.
         first = _enough_for_bpe(documents["train"], data)
         tokenizer = train_tokenizer((text for split, text in first if split == "train"), vocab_size)
         documents["train"] = itertools.chain(first, documents["train"])
@@ -121,7 +121,7 @@ def write_tokens(
 
 
 def _assigned(source: Source, own_split: str, data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (split, document) of the documents that a split of the source has."""
+    """Yield a pair (split, document) for each document in a split of the source."""
     for document in source.documents[own_split]:
         # Held-out documents come out of the training split, unless the source has a split of them.
         split = held_out_split(document, data.held_out) if own_split == "train" else own_split
@@ -129,7 +129,7 @@ def _assigned(source: Source, own_split: str, data: Data) -> Iterator[tuple[str,
 
 
 def _enough_for_bpe(assigned: Iterator[tuple[str, str]], data: Data) -> list[tuple[str, str]]:
-    """Take as many pairs (split, document) as have the training text that a BPE needs."""
+    """Take pairs (split, document) until they hold the training text that a BPE needs."""
     needed = 4 * data.max_tokens if data.max_tokens else _BPE_CHARACTERS  # a token has about 4
     needed = min(needed, _BPE_CHARACTERS)
     taken = []
@@ -156,7 +156,7 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterat
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Save a tokenizer in Hugging Face format, and return the digest of its files.
 
-    It raises OSError whatever the library raises.
+    Raises OSError, whatever the library raises.
     """
     try:
         tokenizer.save_pretrained(folder)

@@ -53,7 +53,7 @@ class Downstream:
             self._manager = TaskManager(include_path=path)
         self.names = list(dict.fromkeys(names))
         self.limit = limit
-        # Loaded once before anything is evaluated, which may take hours, to see that it can be.
+        # Loaded before anything is evaluated, which may take hours, to see that they can be.
         try:
             tasks = self._manager.load(self.names)["tasks"]
         except Exception as error:  # raised by several libraries and by the tasks' own code
@@ -65,7 +65,7 @@ class Downstream:
             measured = task.aggregation()
             require(
                 {*measured} & {*_ACCURACIES},
-                f"--lm-eval {name} measures {', '.join(measured)}, and no accuracy",
+                f"--lm-eval {name} measures {', '.join(measured)}, but no accuracy",
             )
 
     def evaluate(

@@ -70,7 +70,7 @@ def evaluate_run(
         corpus: the run's corpus, or a function that prepares it if there is no test loss yet.
         batches: the number of batches, of the recipe's size and from the start of the test split,
             for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
-        sets, downstream: if given, what is evaluated, even if it was before.
+        sets, downstream: if given, evaluated, even if they were before.
     """
     recipe, folder = run.recipe, run.folder
     require(
@@ -81,7 +81,7 @@ def evaluate_run(
     done = read_evaluation(folder)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    # A file from before a measure was added is completed.
+    # A file that is older than a measure is completed.
     measured = {*(done.get("embeddings") or {}), *done}
     has_measures = {"parameters", *MEASURES} <= measured
     if has_loss and has_measures and sets is None and downstream is None:
@@ -137,7 +137,7 @@ def evaluate_model(
     check_model(source)
     require(
         batches is None or text is not None,
-        "--batches is for the test loss: name a text for it with --text",
+        "--batches applies to the test loss: name a text with --text",
     )
     tokenizer = functools.cache(lambda: load_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
@@ -166,9 +166,9 @@ def evaluate_model(
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
-    A variant may pad its matrices: rows behind those of ``counts`` [V] are no tokens of the text,
-    and left out. Raises UsageError if the embeddings are not finite or all zero, or ``counts`` [V]
-    do not fit them.
+    A variant may pad its matrices: rows past the length of ``counts`` [V] are no tokens of the
+    text, and are left out. Raises UsageError if the embeddings are not finite or all zero, or the
+    counts do not fit them.
     """
     output = output_embeddings(model).detach()  # [V, H]
     inputs: Any = model.get_input_embeddings().weight  # [V, H]
@@ -232,13 +232,13 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
 def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
-    """The tokens of a text, which are enough for a block of the model."""
+    """The tokens of a text; UsageError if they do not fill a block of the model."""
     with prefixed_usage_error("--text ", UsageError):
         tokens = text_tokens(text, tokenizer, model.config.to_dict())
     needed = block_length(model) + 1
     require(
         len(tokens) >= needed,
-        f"--text {text} is too short: it has {len(tokens)} tokens, and a block {needed}",
+        f"--text {text} is too short: it has {len(tokens)} tokens, and a block takes {needed}",
     )
     return tokens
 

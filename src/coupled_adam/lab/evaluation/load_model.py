@@ -1,4 +1,4 @@
-"""Load models and tokenizers from folders or the hub, as an evaluation needs them."""
+"""Load models and tokenizers from folders or the hub, for evaluation."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
-    Raises UsageError if there is no such model, or its weights are damaged or not all there.
+    Raises UsageError if there is no such model, or its weights are damaged or incomplete.
     ``cls`` is its class, where its configuration does not tell.
     """
     check_model(source)
@@ -75,7 +75,7 @@ def load_model(
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{source}: {reason}") from None
-    # transformers only warns of them, and makes them up.
+    # transformers only warns, and fills them in at random.
     missing = ", ".join(sorted(report["missing_keys"])[:3])
     require(not missing, f"{source}: weights are missing and would be random: {missing}")
     loaded: PreTrainedModel = model.to(device).eval()
@@ -87,7 +87,7 @@ def load_trained(run: Run, device: str) -> tuple[PreTrainedModel, Variant]:
     variant = load_variant(run.recipe.variant)
     if run.recipe.variant is None:
         return load_model(run.folder / MODEL, device), variant
-    # A variant's own class is in no registry of transformers; built without weights, to ask it.
+    # transformers does not know a variant's own class: ask a model that is built without weights.
     with torch.device("meta"):
         cls = type(variant.build_model(run.recipe))
     return load_model(run.folder / MODEL, device, cls=cls), variant

@@ -18,7 +18,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
     The arms are compared with the best AdamW by two-sided t-tests over pairs of runs with the same
-    seed, which start from the same weights and see the same batches. A difference is called one
+    seed, which start from the same weights and see the same batches. A difference counts
     only if p < 0.05, and p-values are not corrected for the number of arms.
     """
     experiments = groups(frame, "experiment")
@@ -39,7 +39,7 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
 
 
 def _with_short_names(text: str, runs: Iterable[Run]) -> str:
-    """A text in which an arm with a name of its own has its options where it comes first only."""
+    """A text that gives the options of an arm with its own name only at its first mention."""
     for name, label in {run.arm_name: run.label for run in runs}.items():
         first = text.find(label) + len(label)
         if label.startswith(f"{name}: ") and label in text:

@@ -1,4 +1,4 @@
-"""The data frame of runs: a row for each finished run, of which all parts of a report are made."""
+"""The data frame of runs, a row for each finished run, from which a report is made."""
 
 import dataclasses
 import math
@@ -72,7 +72,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     configs: dict[Path, Path] = {}
     for folder in folders:
         there = [path for path in files_below(folder) if path.name in (CONFIG, COUNTS)]
-        require(there, f"{folder}: there is no run in it; coupled-adam compare makes some")
+        require(there, f"{folder}: no run is there; coupled-adam compare makes some")
         configs |= {resolved(path): path for path in there if path.name == CONFIG}
         # The counts are written before the configuration: a run that was killed then, or lost it.
         for path in there:
@@ -117,7 +117,7 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """A row of the frame, but for what depends on the other runs."""
+    """A row of the frame, without what depends on other runs."""
     return {
         "run": run,
         "experiment": run.recipe.name,
@@ -152,9 +152,9 @@ def _check_comparable(runs: Sequence[Run]) -> None:
 
 
 def _baseline(experiment: pd.DataFrame) -> Arm | None:
-    """The AdamW with which the others of an experiment are compared: the best in validation.
+    """The AdamW that the others of an experiment are compared with: the best in validation.
 
-    One of which runs are missing, as one that diverged, is not chosen.
+    An arm with missing runs, such as diverged ones, is not chosen.
     """
     adamws = experiment[experiment.optimizer == "adamw"]
     arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
@@ -180,7 +180,7 @@ def groups(frame: pd.DataFrame, column: str) -> list[pd.DataFrame]:
 
 
 def baseline_of(arms: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
-    """The arm of an experiment with which the others are compared; None if there is none."""
+    """The arm that the others of an experiment are compared with; None if there is none."""
     return next((arm for arm in arms if arm.is_baseline.all()), None)
 
 
@@ -188,7 +188,7 @@ def best_of_each(experiment: pd.DataFrame, column: str) -> list[pd.DataFrame]:
     """The best of the arms with each value of a column, such as the family or the optimizer.
 
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
-    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
+    a fair estimate. An arm with missing runs, such as diverged ones, is not chosen.
     """
     arms = experiment.groupby([column, "setup"], sort=False).valid_loss.agg(["count", "mean"])
     # Among all arms of the experiment, so that each comparison is over the same seeds. Without

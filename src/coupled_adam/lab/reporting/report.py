@@ -84,13 +84,13 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     places = ", ".join(map(str, folders))
     require(
         not frame.empty,
-        f"{places}: there is no finished run in it; coupled-adam compare makes some",
+        f"{places}: no finished run is there; coupled-adam compare makes some",
     )
-    # 2. What it says; two tables, as a page has space for more columns than a paper, and the test
-    # of the sentences, while a paper's table has the paper's test
+    # 2. What it says, in two tables: the page's has more columns, and the test of the sentences;
+    # the paper's has the paper's test
     rows = arm_results(frame, bold)
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
-    # What agrees with the paper's code to the digit is for those who compare, in the CSV files.
+    # Measures that only reproduce the paper's code to the digit are in the CSV files alone.
     page_columns = [column for column in all_columns if not column.key.endswith("_published")]
     notes, sentences = footnotes(frame, bold, paired=True), conclusion(frame, left_out)
     pictures, first = draw_all(frame), overview(frame)

@@ -40,7 +40,7 @@ def report_page(
         "table": table,
         "letters": [*_letters(frame, table)],
         "names": ", ".join(frame.experiment.unique()),
-        # The runs of an experiment have the same settings, so that any of them can show them.
+        # All runs of an experiment have the same settings, so any of them can show them.
         "experiments": [_experiment(runs.run.iloc[0]) for runs in experiments],
         "runs": len(frame),
         "left_out": {str(path): reason for path, reason in left_out.items()},
@@ -60,7 +60,7 @@ def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
     first: Run = arm.run.iloc[0]  # for what its runs have in common
     options = {"optimizer": first.arm.optimizer, **first.arm.options}
     speeds = arm.run.map(lambda run: run.tokens_per_second)
-    # From the speed, as the time from start to end has evaluations and interruptions in it.
+    # From the speed, as the time from start to end includes evaluations and interruptions.
     minutes = (first.recipe.tokens / 60 / speeds).mean()
     return {
         "experiment": first.recipe.name,
@@ -72,7 +72,7 @@ def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
 
 
 def _letters(frame: pd.DataFrame, table: Table) -> Iterator[str]:
-    """What the letters and words mean that the page uses, and no others."""
+    """The meanings of the letters and words that the page uses."""
     # Only what the table or the arms' labels show is explained.
     headers = " ".join(table.columns).replace(",", "").split()
     labels = " ".join(frame.label)

@@ -161,7 +161,7 @@ def results_table(
     on_page: bool = False,
     seeds: bool = False,
 ) -> Table:
-    """The table of results, a row for each arm, with the number of seeds if this is asked for.
+    """The table of results, a row for each arm, on request with the number of seeds.
 
     That of a page has a title, which names the experiments, and D and N where all rows have the
     same.

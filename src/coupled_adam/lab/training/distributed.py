@@ -93,7 +93,7 @@ def any_rank(flag: bool) -> bool:
 def on_every_rank(function: Callable[[], T]) -> list[T]:
     """Call a function on every rank; each gets the results of all.
 
-    An error on any rank ends all: with the same UsageError, or on the other ranks a TrainingError.
+    An error on any rank ends all: a UsageError on each, any other as a TrainingError on the others.
     """
     if world_size() == 1:
         return [function()]
@@ -123,7 +123,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def check_agreement(settings: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise UsageError on all ranks, which names the keys, if settings differ between ranks."""
+    """Raise a UsageError that names the keys, on all ranks, if settings differ between ranks."""
     first, *others = on_every_rank(settings) if world_size() > 1 else [{}]
     for number, other in enumerate(others, 1):
         different = "; ".join(

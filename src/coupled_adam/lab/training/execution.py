@@ -8,12 +8,12 @@ from coupled_adam.fields import Count
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a run is executed here. It affects results by rounding only, and may change on resume.
+    """How a run is executed here. It changes results only by rounding, and may change on resume.
 
     device: cpu, cuda, one of several GPUs as cuda:1, or mps.
     strategy: how several processes (torchrun, srun) share a run; fsdp2 shards model and optimizer.
-    micro_batch_size: sequences that a process takes at a time, over which gradients are accumulated
-        (default: its whole share of the batch).
+    micro_batch_size: sequences that a process computes at a time, accumulating gradients (default:
+        its whole share of the batch).
     compile: compile the model.
     logger: loggers in addition to metrics.jsonl (default: tensorboard); none without a value.
     """

@@ -51,18 +51,18 @@ def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
 
 
 def check_folder(run: Run) -> None:
-    """Raise UsageError if the run's folder holds something else than this run, or a part of it."""
+    """Raise UsageError if the run's folder holds anything but this run, or a part of it."""
     folder = run.folder
     if (folder / CONFIG).exists():
         require(
             read_run(folder).config == run.config,
             f"{folder} holds another run, see its config.yaml: choose another --out",
         )
-        # A file that is missing or damaged is named before the training, not behind it.
+        # A file that is missing or damaged is named before the training, not after it.
         for name in (ENVIRONMENT, COUNTS):
             require(
                 (folder / name).is_file(),
-                f"{folder} has no {name}, which tells its text: restore this file",
+                f"{folder} has no {name}, which says with which text it began: restore this file",
             )
         _ = run.environment, read_evaluation(folder), read_log(folder / METRICS)
     for entry in sorted(folder.iterdir() if folder.exists() else []):
@@ -71,7 +71,7 @@ def check_folder(run: Run) -> None:
             entry.name in (ENVIRONMENT, COUNTS)
             or entry.name.startswith(".")
             or (folder / CONFIG).exists(),
-            f"{folder} holds {entry.name} but no run, whose config.yaml would be there: restore "
+            f"{folder} holds {entry.name} but no config.yaml, so it is no run: restore "
             "that file, or choose another --out",
         )
         require(

@@ -54,7 +54,7 @@ class MetricsFile(Logger):
 def check_log(path: Path, last: int, evaluate_every: int) -> None:
     """Raise UsageError unless a log has what was due up to a step, each line once and in order.
 
-    What is lost could not be made again, as the run continues behind it.
+    What is lost could not be made again, since the run continues after it.
     """
     # Each evaluation measures the embeddings, as does the beginning, and some steps are logged.
     due = [(0, "isotropy")]
@@ -65,8 +65,8 @@ def check_log(path: Path, last: int, evaluate_every: int) -> None:
     entries = [entry for entry in read_log(path) if entry["step"] <= last]
     if [(entry["step"], key) for entry in entries for key in keys if key in entry] != due:
         raise UsageError(
-            f"{path} does not have the lines of all steps up to {last}, each of them once, from "
-            "which the run would continue: restore it, or remove the run's folder"
+            f"{path} does not have each line up to step {last}, where the run would continue, "
+            "exactly once: restore it, or remove the run's folder"
         )
 
 

@@ -96,7 +96,7 @@ class LanguageModel(pl.LightningModule):
         raise self.diverged(problem, step)
 
     def diverged(self, problem: str, step: int) -> DivergedError:
-        """The error with which a run ends that has left the numbers that can be computed with."""
+        """The error that ends a run whose numbers are no longer finite."""
         return DivergedError(
             f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. A lower "
             "training.lr or a longer training.warmup may help",

@@ -85,7 +85,7 @@ class RunLog(pl.Callback):
         self._bar.update()
 
     def on_train_end(self, *_: Any) -> None:
-        """End the bar's line, as also after an error."""
+        """End the bar's line."""
         self._bar.close()
 
     def on_exception(self, *_: Any) -> None:

@@ -35,7 +35,7 @@ from coupled_adam.runs import METRICS, MODEL
 def try_out(recipe: Recipe, execution: Execution, shape: tuple[int, int]) -> float:
     """Make steps of the recipe's first arm with a batch of this shape, and save the configuration.
 
-    ``model.config`` may hold what transformers finds out only then. Raises UsageError if the model
+    transformers finds some errors in ``model.config`` only then. Raises UsageError if the model
     cannot be built, trained or saved.
 
     Returns:
@@ -62,7 +62,7 @@ def try_out(recipe: Recipe, execution: Execution, shape: tuple[int, int]) -> flo
     except Exception as error:  # each architecture has checks of its own
         raise UsageError(
             f"model.architecture={recipe.model.architecture} cannot be trained with these values "
-            f"of model, of which config is {recipe.model.config}: {one_line(error)}"
+            f"of model, and config {recipe.model.config}: {one_line(error)}"
         ) from None
     return min(times)
 
@@ -82,8 +82,8 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
         raise UsageError(
-            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: start "
-            "a number that divides it"
+            f"training.batch_size={batch_size} cannot be divided among {world_size()} processes: "
+            "start a number of processes that divides it"
         )
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":

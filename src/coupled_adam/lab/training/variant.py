@@ -38,7 +38,7 @@ class Variant:
     half_way: called with the model and the optimizer after half of the steps, rounded down. Options
         of the optimizer that it changes must be those of its ``param_groups``, which are saved.
     at_the_end: called with the trained model before it is saved.
-    is_causal: whether it predicts tokens from those before; a model of masked tokens says no.
+    is_causal: whether it predicts tokens from earlier ones alone; false for masked tokens.
     """
 
     build_model: Callable[[Recipe], PreTrainedModel] = build_model
@@ -53,7 +53,7 @@ class Variant:
 def load_variant(name: str | None) -> Variant:
     """The variant ``module:name``, whose module is imported; None is the recipe as it is.
 
-    Raises UsageError if Python does not find it, or it is no variant.
+    Raises UsageError if Python cannot import it, or it is not a variant.
     """
     if name is None:
         return Variant()
@@ -64,5 +64,5 @@ def load_variant(name: str | None) -> Variant:
     except (ImportError, AttributeError) as error:
         raise UsageError(f"variant={name}: {one_line(error)}") from None
     if not isinstance(variant, Variant):
-        raise UsageError(f"variant={name} is a {type(variant).__name__}, and must be a Variant")
+        raise UsageError(f"variant={name} is a {type(variant).__name__}, not a Variant")
     return variant

@@ -868,6 +868,8 @@ def test_what_the_paper_argues():
     head = theory["sums"]["output"]["updates"]
     said("AdamW's have #, in the direction", head["AdamW"], page=PAPER)
     assert max(head["SGD"], head["Coupled Adam"]) < 1e-7
+    sets = seeds("paper_ratio", "coupled n=0", "word_similarity")[1].values()
+    said("only # pairs of four sets", sum(s["pairs"] for s in sets if s["r"]), page=PAPER)
 
 
 def test_accuracy():

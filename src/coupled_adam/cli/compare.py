@@ -75,7 +75,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.training.train import try_out
     from coupled_adam.rendering.tables import Table
 
-    # One that was extended has more arms and seeds than a recipe that is named.
+    # An extended comparison has more arms and seeds than the recipe that is named.
     recipe = options.selected(comparison.extended(recipe, out) if options.resume else recipe)
     execution = options.execution(recipe)
     show(

@@ -105,11 +105,11 @@ class RunOptions(DeviceOption, Execution):
         from coupled_adam.lab.sections import SOURCES
 
         values: dict[str, Any] = {}
-        # Each of these options is a key of the recipe, and takes the place of others.
+        # Each of these options sets a key of the recipe, and unsets others.
         if self.steps is not None:
             values |= {"training.tokens": None, "training.steps": self.steps}
-        # A source of text takes the place of the recipe's, with all that is said of that one; of
-        # another data set its splits are kept, as it may be a copy.
+        # A source of text replaces the recipe's, with all of its options; for another data set the
+        # splits are kept, as it may be a copy.
         if self.text is not None or {"data.text", "data.tokens"} & {*self.keys}:
             for source, keys in SOURCES.items():
                 values |= dict.fromkeys(f"data.{key}" for key in (source, *keys))
@@ -120,11 +120,11 @@ class RunOptions(DeviceOption, Execution):
         if self.variant is not None:
             values["variant"] = self.variant
         for key, text in self.keys.items():
-            # What is a string is what has been typed, whatever YAML would make of it.
+            # A string is taken as it is typed, whatever YAML would make of it.
             kinds = _kinds(Recipe, key)
             is_text = str in kinds and not (text == "null" and type(None) in kinds)
             value = text if is_text else read_yaml(text, f"--{key}")
-            # Several values may have commas alone; those of a rate are an arm each.
+            # Several values may be separated by commas alone; each rate is an arm.
             if not is_text and isinstance(value, str) and "," in value:
                 value = read_yaml(f"[{text}]", f"--{key}")
             is_sweep = key == "training.lr" and isinstance(value, list)
@@ -193,7 +193,7 @@ def _limit_threads(parameters: int) -> None:
 
 
 def arm_names(name: str, recipe: Recipe) -> list[str]:
-    """The arms of a recipe that have a name, or whose numbers follow it after several values.
+    """The arms of a recipe with this name, or numbered after it, as those of several values.
 
     Raises UsageError if there is none.
     """
@@ -205,7 +205,7 @@ def arm_names(name: str, recipe: Recipe) -> list[str]:
 
 
 def _kinds(cls: type[Any], key: str) -> set[Any]:
-    """The types that a key of a recipe may have, such as str and None; empty if it is not known."""
+    """The types that a key of a recipe may have, such as str and None; empty if it is unknown."""
     name, _, inner = key.partition(".")
     if inner:
         section = sections(cls).get(name)

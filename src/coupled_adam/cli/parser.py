@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         typed, _, value = words[0].partition("=")
         if value and not typed.startswith("-"):
             return f"--{typed} {value}"
-        # Without the dashes, which make short names alike that are not.
+        # Without the dashes, which would make short names look alike.
         name = typed.lstrip("-")
         names = [option.lstrip("-") for option in self._option_string_actions]
         if self.epilog == _KEYS:
@@ -104,7 +104,7 @@ def parsed(command: ModuleType, words: Sequence[str]) -> Any:
     try:
         return checked(command.Options, values, shown=_typed)
     except UsageError as error:
-        # A list with commas, as in --seeds 1,2,3, is one word that is no number.
+        # A list with commas, as in --seeds 1,2,3, is one word, and not a number.
         if listed := re.match(r"(--\S+) ([\d.]+(?:,[\d.]+)+): ", str(error)):
             typed = f"{listed[1]} {listed[2].replace(',', ' ')}"
             raise UsageError(f"{error}; separate several by spaces: {typed}") from None
@@ -131,7 +131,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
     if "keys" in fields:
         parser.epilog = _KEYS
         for word in dict.fromkeys(word.partition("=")[0] for word in words):
-            # Only those that are given: arms and their options have names that no parser knows.
+            # Only those that are given: no parser knows the names of arms and their options.
             if re.match(r"--(model|data|training|arms)\.", word):
                 parser.add_argument(word, dest=word[2:], nargs="+", default=argparse.SUPPRESS)
     named = [str(action.metavar) for action in parser._actions if not action.option_strings]
@@ -140,7 +140,7 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
 
 
 def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text: str) -> None:
-    # None stands for an option that is left out, and is nothing that can be typed.
+    # None stands for an option that is left out, and cannot be typed.
     if type(None) in get_args(kind):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
     # What is not given is left to the dataclass, whose type checks the rest.

@@ -36,7 +36,7 @@ def run(options: Options) -> None:
         print(explained(load_recipe(options.name)), end="")
         return
     recipes = [load_recipe(name) for name in recipe_names()]
-    # The small ones first, which are those to try.
+    # The small ones first: they are the ones to try.
     recipes.sort(key=lambda recipe: (recipe.model.n_layer * recipe.model.n_embd**2, recipe.tokens))
     rows = []
     for recipe in recipes:
@@ -64,7 +64,7 @@ def explained(recipe: Recipe) -> str:
                 lines += _commented({name: values[key][name]}, text, "  ")
         else:
             lines += _commented({key: values[key]}, meaning)
-    # The options of all arms that there are; one that several optimizers take stands here once.
+    # The options of all arms; one that several optimizers take is listed once.
     options: dict[str, tuple[str, list[str]]] = {}
     for optimizer, arm in ARMS.items():
         for name, text in meanings(arm).items():

@@ -45,10 +45,10 @@ def run(options: Options) -> None:
     from coupled_adam.text.tokenizers import load_tokenizer
 
     device = options.usable_device()
-    # All texts before the first is printed, so that an error leaves no half of a result.
+    # All texts before the first is printed, so that an error leaves no partial result.
     texts = {}
     for name in (folder for place in options.models for folder in _finished_runs(place)):
-        # For messages the run is named; its model is in a folder below it.
+        # Messages name the run; its model is in a folder below it.
         source = model_source(name)
         model = load_model(source, device, options.revision)
         require_causal(model, source)

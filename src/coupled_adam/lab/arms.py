@@ -119,7 +119,7 @@ class AdamWArm(_ArmWithBetas):
         embeddings = self.for_embeddings(training, training.betas)
         decay = self.embedding_weight_decay
         groups = _param_groups(model, training, embeddings, embedding_weight_decay=decay)
-        # torch's AdamW has no such option; the groups are the same, so that decay and rates are.
+        # torch's AdamW has no such option. The groups are the same, so decay and rates are, too.
         for group in groups:
             del group["coupled"]
         return AdamW(groups, self.rate(training), training.betas, training.eps)
@@ -187,7 +187,7 @@ class SGDArm(Arm):
 
     def build_optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
-        # The paper's arm, which has a name of its own; the rule is one of the table rules.
+        # The paper's arm has its own name; its rule is one of the table rules.
         rule = TableRuleArm(rule="sgd", lr_factor=self.lr_factor, lr=self.lr)
         return rule.build_optimizer(model, training)
 
@@ -208,7 +208,7 @@ class TableRuleArm(_ArmWithBetas):
 
     def __post_init__(self) -> None:
         """Raise UsageError for a rule, or an option of it, that does not exist."""
-        # Here, since it imports torch: only recipes with such an arm take the time.
+        # Imported here, since it imports torch: only recipes with such an arm take the time.
         from coupled_adam.lab.table_rules import RULES
 
         require(self.rule in RULES, f"rule={self.rule}: {did_you_mean(self.rule, RULES)}")
@@ -230,7 +230,7 @@ class TableRuleArm(_ArmWithBetas):
         rule = RULES[self.rule]
         embeddings = self.for_embeddings(training, rule.betas)
         groups = _param_groups(model, training, embeddings)
-        # The groups that would be coupled, those of the embeddings, have the rule instead.
+        # The groups of the embeddings, which would be coupled, get the rule instead.
         for group in groups:
             if group.pop("coupled"):
                 group |= {"rule": self.rule, **rule.options, **self.rule_options}
@@ -327,7 +327,7 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
             arm = f"{name}-{number}" if lists else name
             if arm in arms:
                 raise UsageError(f"arms: two would be called {arm}: rename one of them")
-            # The optimizer, which may be in a list, too, tells the class, which checks the options.
+            # The optimizer, which may come from a list, names the class that checks the options.
             values = {**options, **dict(zip(lists, combination))}
             optimizer = values.get("optimizer")
             if str(optimizer) not in ARMS:
@@ -364,7 +364,7 @@ def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
 
     from coupled_adam import embedding_parameters
 
-    # By what is left over: architectures have other names for their positions.
+    # Whatever is left over, since architectures name their positions differently.
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {*embedding_parameters(model).values()}
     named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}

@@ -108,7 +108,7 @@ def _check_config(
         f"model.intermediate_size={options.intermediate_size}: {name} has another name for the "
         "width of its feed-forward layers: give it in model.config",
     )
-    # A second way to what the recipe checks, and goes by, would be one around its checks.
+    # Other keys set these, and a second way would bypass their checks.
     given = {*own, "intermediate_size", "dtype"}
     given |= {default.attribute_map.get(key, key) for key in given}  # its own names of these
     for key in options.config:

@@ -30,8 +30,8 @@ from coupled_adam.runs import (
     by_step,
 )
 
-# What of a run's files is computed with, which pydantic checks, so that a message about a damaged
-# file names it. Further keys may be there, as of a newer version. No text is a number.
+# What is computed with in a run's files; pydantic checks it, so that messages name a damaged file.
+# Other keys, as of a newer version, are allowed. A text is not a number.
 _Number = Annotated[float, Field(allow_inf_nan=False)] | None
 
 

@@ -59,7 +59,7 @@ class Model:
                 f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
                 "width, which rotary positions cannot rotate"
             )
-        # For these two the other keys say all that can be varied, and try_out() leaves them out.
+        # For these two the other keys cover everything, and try_out() skips them.
         if self.config and self.architecture in ("gpt2", "stablelm"):
             raise UsageError(
                 f"model.config={self.config} is not for {self.architecture}, which the other keys "

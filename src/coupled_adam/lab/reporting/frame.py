@@ -169,7 +169,7 @@ def _order(run: Run) -> tuple[Any, ...]:
     kind = {"adamw": 0, "coupled_adam": 1}.get(arm.optimizer, 2)
     scale = options.get("second_moment_scale")
     swept = -math.inf if scale is None else -math.log2(scale), options.get("lr_factor", 0.0)
-    # By repr() at last, as arms of several classes have no order of their own.
+    # Finally by repr(), since arms of different classes have no order.
     size = run.evaluation["parameters"], run.recipe.tokens
     return *size, run.recipe.name, kind, swept, repr(arm), run.seed
 

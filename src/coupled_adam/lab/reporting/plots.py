@@ -47,7 +47,7 @@ def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
         color = colors[run.arm_name]
         ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
         ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
-    # The training losses begin far above what is to be seen.
+    # The training losses begin far above the part worth seeing.
     held_out = [loss for run in runs for loss in run.curve("valid_loss")[1]]
     if held_out:
         ax.set_ylim(top=1.02 * max(held_out))

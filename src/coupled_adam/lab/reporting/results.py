@@ -87,7 +87,7 @@ def _metrics(column: Measure, arms: Sequence[pd.DataFrame], bold: Bold) -> list[
     means = [sign * arm[column.key].mean() for arm in arms]
     metrics = []
     for number, own in enumerate(seeds):
-        # Without a p in the baseline's row, which readers would take for that of another row.
+        # No p in the baseline's row: readers would take it for that of another row.
         against = None if number == baseline else baseline
         # An arm is bold where it is better than each of its rivals.
         rivals = [rival for rival in range(len(arms)) if rival != number]

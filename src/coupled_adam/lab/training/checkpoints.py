@@ -93,7 +93,7 @@ class Checkpoints(pl.Callback):
         if trainer.global_step != self._begins_at:
             raise ValueError(f"it is of step {trainer.global_step}")
         self.has_begun = True
-        # Lightning's own handler communicates.
+        # Lightning's own handler communicates with the other ranks.
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: Any) -> None:

@@ -99,7 +99,7 @@ def train(run: Run, corpus: Corpus, execution: Execution) -> None:
 def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoints) -> None:
     """Train a run whose folder is claimed, and save its model."""
     recipe, variant = run.recipe, load_variant(run.recipe.variant)
-    # 1. Where it begins: at a checkpoint, behind which the log is cut, or at the start
+    # 1. Where it begins: at a checkpoint, after which the log is cut, or at the start
     step, last = checkpoints.last()
 
     def begin() -> None:
@@ -112,7 +112,7 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
 
     on_rank_zero(begin)
     # 2. Model and batches. The seed is set directly before the weights are drawn,
-    # which then depend on it and on nothing before.
+    # so that they depend on nothing else.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
     if recipe.variant is not None and variant.is_causal:

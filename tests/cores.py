@@ -4,6 +4,7 @@ import copy
 import pickle
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -52,9 +53,19 @@ class OneByte(torch.optim.Optimizer):
                 self.state[p] = copy.deepcopy(saved["state"][key]["packed"])
 
 
+def bitsandbytes(groups):
+    bnb = pytest.importorskip("bitsandbytes")
+    return bnb.optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
+
+
+def torchao(groups):
+    optim = pytest.importorskip("torchao.optim")
+    return optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
+
+
 def loss_of(model, step):
     """On tokens enough for gradients of full rank: Muon makes noise in other directions large."""
-    v = model.embed.num_embeddings
+    v = getattr(model, "module", model).embed.num_embeddings  # DDP has it within
     ids = torch.randint(0, v, (8, 5), generator=torch.Generator().manual_seed(step))
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
 

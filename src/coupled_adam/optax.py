@@ -69,10 +69,7 @@ def scale_by_coupled_adam(
     Args:
         b1: decay rate of the first moment. With the Python number 0 there is none, and the state
             has no matrix; with an array there always is.
-        b2: decay rate of the second moments.
-        eps: term added to the denominator.
-        eps_root: term added inside the square root, for gradients through the update.
-        mu_dtype: the dtype of the first moment; by default that of the parameters.
+        b2, eps, eps_root, mu_dtype, nesterov: as in :func:`optax.scale_by_adam`.
         vocab_axis: the axis that indexes the tokens: 0 for [V, H], 1 for [H, V].
         second_moment_scale: positive factor of the shared second moment, the 2^-n of Scaled Coupled
             Adam (Sec. 6.1).
@@ -82,7 +79,6 @@ def scale_by_coupled_adam(
             embedding, so that the mean does not drift; this is LEAN, too.
         learning_rate: what the updates are multiplied with afterwards, which ``zero_sum`` must
             know if it changes. A step of rate 0 takes nothing back; the next one does.
-        nesterov: whether the first moment is that of Nesterov's momentum, as in optax.
 
     Returns:
         A gradient transformation. Its updates have the dtypes of the gradients, but that of ``nu``
@@ -447,11 +443,10 @@ _TABLE = re.compile(r"(wte|(?<!un)emb|tok(en)?s?(_|$)|vocab|shared)[^.]*(\.\w+)?
 def embedding_labels(params: optax.Params, vocab_size: int | None = None) -> Any:
     """The labels of :func:`coupled_adamw` for a model's parameters, by their names and shapes.
 
-    They are found as in a model for torch (:func:`coupled_adam.embedding_parameters`): the tables
-    tell V, and layers with V outputs outside of repeated blocks are heads, unless V is the width of
-    layers, too, and their names do not say so (``lm_head``, ``logits_dense``, ``unembed``). A
-    matrix is a table if the last words of its path are ``emb``, ``wte``, ``token``, ``vocab`` or
-    ``shared``. Look at what is returned where it matters.
+    They are found as in a model for torch (:func:`coupled_adam.embedding_parameters`), where the
+    last words of a path say what a class would: ``emb``, ``wte``, ``token``, ``vocab`` or
+    ``shared`` a table, and ``lm_head``, ``logits_dense`` or ``unembed`` a head. Look at what is
+    returned where it matters.
 
     Args:
         params: the parameters: dicts, or the modules of flax or equinox.

@@ -42,12 +42,10 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
     checked that the trainer has taken the optimizer.
 
     Raises:
-        TypeError: if ``trainer`` is none, or an option, here or in the trainer's ``optim_args``, is
-            unknown.
-        ValueError: if the trainer has an optimizer already, ``optim_args`` is no list of options,
-            ``embeddings`` is unknown, or an option of the optimizer is out of range; if
-            ``args.optim`` updates parameters in the backward pass, or makes more than one optimizer
-            of the model, or DeepSpeed is beside another than torch's AdamW.
+        TypeError: if ``trainer`` is none, or an option, here or in ``args.optim_args``, is unknown.
+        ValueError: if the trainer has an optimizer already, an option is out of range, or
+            ``args.optim`` updates parameters in the backward pass, makes more than one optimizer of
+            the model, or is another than torch's AdamW beside DeepSpeed.
         RuntimeError: in ``train()``, if the trainer makes an optimizer of its own nevertheless.
     """
     if not isinstance(trainer, Trainer):
@@ -108,13 +106,11 @@ class CoupledAdamWFactory:
                 epsilon, the weight decay, ``optim`` and ``optim_args`` are used. The latter are
                 options in text, ``optim_args="embeddings=lean,steps=auto"``, also of ``optim``.
                 Some trainers give them by position, and then also by name.
-            options: options of :class:`coupled_adam.CoupledAdamW`, and of
-                :func:`coupled_adam.param_groups`. They take precedence over ``args``.
+            options: those of :class:`coupled_adam.CoupledAdamW`, which go before ``args``.
 
         Raises:
             TypeError: if there is neither ``args`` nor ``lr``, or if an option is unknown.
-            ValueError: as the two raise it; if ``optim_args`` is no list of options, or the number
-                of steps is not known.
+            ValueError: as it does; or if ``steps="auto"`` and the number is not known.
         """
         args = args or args_by_position or getattr(self.trainer, "args", None)
         if args is None and "lr" not in options:

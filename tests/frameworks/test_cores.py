@@ -1,7 +1,4 @@
-"""The optimizers that people have for the core, themselves: beside LEAN, alone and in ``Trainer``.
-
-The same file is the program of each rank.
-"""
+"""The optimizers that people have for the core, beside LEAN: alone and in ``Trainer``."""
 
 import functools
 import re
@@ -9,8 +6,6 @@ import re
 import pytest
 import torch
 from memory_table import EIGHT_BITS, state_bytes
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -21,11 +16,10 @@ from transformers import (
 )
 
 import decoders
-from cores import beside, go_on, on_ranks, train
+from cores import beside, bitsandbytes, go_on, torchao, train
 from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.transformers import use_coupled_adam
 from decoders import assert_same_parameters
-from processes import run_cases, run_on_ranks
 
 V, H = 40, 64  # so that 8-bit optimizers make the hidden matrices' states smaller
 
@@ -37,16 +31,6 @@ def eager():
     """Without torchao's compilation of its step, which takes a minute."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def bitsandbytes(groups):
-    bnb = pytest.importorskip("bitsandbytes")
-    return bnb.optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
-
-
-def torchao(groups):
-    optim = pytest.importorskip("torchao.optim")
-    return optim.AdamW8bit(groups, lr=1e-3, weight_decay=0.1)
 
 
 def soap(groups):
@@ -205,31 +189,3 @@ def test_positions_have_32_bits_as_in_the_trainer(tmp_path):
 def test_what_cannot_be_the_trainers_core(optim, options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         trainer(tmp_path, optim, **options)
-
-
-CASES = {
-    f"{core.__name__}, {shard.__name__}": functools.partial(
-        lambda core, shard: on_ranks(
-            (decoder(), decoder()), shard, lambda m: beside(m, core), rtol=1e-2, atol=1e-3
-        ),
-        core,
-        shard,
-    )
-    for core, shard in (
-        (bitsandbytes, DistributedDataParallel),
-        (torchao, DistributedDataParallel),
-        (torchao, fully_shard),
-    )
-}
-
-
-def test_two_ranks(frameworks_in_processes):
-    """DDP, FSDP2 and distributed checkpoints of 8-bit states."""
-    for package in ("bitsandbytes", "torchao"):
-        pytest.importorskip(package)
-    run_on_ranks(2, __file__, CASES)
-
-
-if __name__ == "__main__":
-    torch.compiler.set_stance("force_eager")
-    run_cases(CASES)

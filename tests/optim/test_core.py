@@ -74,10 +74,17 @@ def test_saved_in_the_middle(core, through):
         assert (state["sign"].dtype, state["scale"].dtype) == (torch.uint8, torch.float64)
 
 
-def test_what_replaces_groups_and_states():
-    """Loops and wrappers assign both; the core follows."""
+HAS_MUON = hasattr(torch.optim, "Muon")  # from torch 2.9 on
+ROUND = {"core": lambda m: beside(m, CORES["AdamW"], fused=True)}
+ROUND |= {"Muon": lambda m: MuonWithCoupledAdam(m, fused=True)} if HAS_MUON else {}
+around_every_core = pytest.mark.parametrize("build", ROUND.values(), ids=ROUND)
+
+
+@around_every_core
+def test_what_replaces_groups_and_states(build):
+    """Loops and wrappers assign both, as Lightning does when it resumes; the core follows."""
     model, other = decoder(), decoder()
-    optimizers = [beside(m, CORES["SGD"]) for m in (model, other)]
+    optimizers = [build(m) for m in (model, other)]
     for m, optimizer in zip((model, other), optimizers):
         train(m, optimizer, range(2))
     optimizers[0].param_groups = [dict(group) for group in optimizers[0].param_groups]
@@ -90,10 +97,11 @@ def test_what_replaces_groups_and_states():
     assert_same_parameters(model, other)
 
 
-def test_grad_scaler_closures_and_hooks():
+@around_every_core
+def test_grad_scaler_closures_and_hooks(build):
     """An overflow skips both; a closure is called once, and so is a hook."""
     model, other = decoder(), decoder()
-    optimizer = beside(model, CORES["AdamW"], fused=True)
+    optimizer = build(model)
     scaler, seen = torch.amp.GradScaler("cpu", init_scale=1024.0), []
     optimizer.register_step_post_hook(lambda *_: seen.append("step"))
     for step in range(3):
@@ -104,7 +112,7 @@ def test_grad_scaler_closures_and_hooks():
         scaler.step(optimizer)
         scaler.update()
     assert seen == ["step", "step"]
-    plain = beside(other, CORES["AdamW"], fused=True)
+    plain = build(other)
 
     def closure():
         seen.append("closure")
@@ -195,7 +203,8 @@ def test_back_to_adamw():
     model = decoder()
     optimizer = beside(model, CORES["SGD"])
     train(model, optimizer, range(2))
-    converted = to_adam_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match=r"states of torch\.SGD are left out"):
+        converted = to_adam_state_dict(optimizer.state_dict())
     adamw = torch.optim.AdamW([{"params": g["params"]} for g in optimizer.param_groups])
     adamw.load_state_dict(
         {"state": converted["state"], "param_groups": adamw.state_dict()["param_groups"]}
@@ -303,7 +312,7 @@ def test_adamw_for_the_embeddings():
     assert not any(group["coupled"] for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("optimizer", [CoupledAdamW, MuonWithCoupledAdam])
+@pytest.mark.parametrize("optimizer", [CoupledAdamW, *[MuonWithCoupledAdam] * HAS_MUON])
 def test_adamw_by_size_and_beside_muon(optimizer):
     """The tables keep AdamW in each case; without ``steps=`` their rate is twice the others'."""
     for given in (decoder(), decoder().named_parameters()):

@@ -195,7 +195,8 @@ def test_back_to_adamw():
     train(model, optimizer, range(2))
     saved = optimizer.state_dict()
     adamw = torch.optim.AdamW([{"params": g["params"]} for g in optimizer.param_groups])
-    adamw.load_state_dict(to_adam_state_dict(saved))
+    with pytest.warns(UserWarning, match=r"states of torch\.Muon are left out"):
+        adamw.load_state_dict(to_adam_state_dict(saved))
     hidden = model.block[0].weight
     assert {*adamw.state} == {*optimizer.state} - {*optimizer.param_groups[0]["params"]}
     assert not {"ns_steps", "momentum", "nesterov"} & adamw.param_groups[0].keys()
@@ -338,22 +339,6 @@ def test_what_does_not_fit_changes_nothing():
     assert optimizer.state[model.embed.weight]["step"] == 3
 
 
-def test_grad_scaler():
-    """Gradients are unscaled for both, and a step with an overflow is skipped by both."""
-    model, other = decoder(), decoder()
-    optimizer, plain = MuonWithCoupledAdam(model), MuonWithCoupledAdam(other)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        if step == 1:
-            model.block[0].weight.grad[0, 0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update()
-    train(other, plain, (0, 2))
-    assert_same_parameters(model, other)
-
-
 def test_a_group_added_later():
     model = decoder()
     optimizer = MuonWithCoupledAdam(model, adam_lr=0.5)
@@ -367,22 +352,6 @@ def test_a_group_added_later():
     torch.testing.assert_close(extra.detach(), torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"more than one parameter group"):
         optimizer.add_param_group({"params": [("first", model.block[0].weight)]})
-
-
-def test_groups_that_are_assigned():
-    """As Lightning does when it resumes a fine-tuning: later rates have an effect."""
-    model = decoder()
-    optimizer = MuonWithCoupledAdam(model)
-    train(model, optimizer, range(2))
-    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = copy.deepcopy(model)
-    train(model, optimizer, range(2, 4))
-    assert_same_parameters(model, before)
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, range(4, 5))
-    assert_same_parameters(model, before)
 
 
 def test_a_schedule_that_reads_the_defaults():

@@ -88,9 +88,8 @@ def adapt(
         elif "betas" not in saved:
             raise ValueError(
                 f"param group {number} of the checkpoint has no betas: set_optimizer_state_dict "
-                "drops options if the checkpoint's groups differ from the optimizer's. Pass it the "
-                "checkpoint's 'state' together with the 'param_groups' of "
-                "get_optimizer_state_dict(model, optimizer)"
+                "drops options if groups differ. Pass it the checkpoint's 'state' with the "
+                "'param_groups' of get_optimizer_state_dict(model, optimizer)"
             )
         else:
             saved.pop("flat_shards", None)  # which are not saved, only that there are some
@@ -118,13 +117,9 @@ def _check_sizes(saved: list[int], own: list[int]) -> None:
     """Raise ValueError if the groups of a checkpoint are not as large as the optimizer's."""
     if saved != own:
         raise ValueError(
-            f"the checkpoint has param groups of {saved} parameters, the optimizer of {own}. If it "
-            "is one of torch.optim.AdamW(model.parameters()) or with other groups, load it into "
-            "such an optimizer, `old`, and transfer the state of each parameter: "
-            "params = [p for group in optimizer.param_groups for p in group['params']]; "
-            "state = {i: old.state[p] for i, p in enumerate(params) if p in old.state}; "
-            "optimizer.load_state_dict({'state': state, 'param_groups': "
-            "optimizer.state_dict()['param_groups']}). See docs/switching.md, also for Trainer"
+            f"the checkpoint has param groups of {saved} parameters, the optimizer of {own}: load "
+            "it into an optimizer with its groups, and transfer the state of each parameter, as in "
+            "docs/switching.md, also for Trainer"
         )
 
 
@@ -339,7 +334,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu).
     ``second_moment_scale`` is lost. Without momentum the first moment is filled with zeros. A state
     without ``exp_avg`` and ``row_exp_avg_sq``, which does not say how many rows there are, is left
-    out, and so is that of a core, such as Muon's: Adam begins these parameters anew.
+    out, and so is, with a warning, that of a core, such as Muon's: Adam begins them anew.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
@@ -353,6 +348,8 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     check_structure(state_dict)
     state = dict(state_dict["state"])
     groups = []
+    if cores := {group["core"] for group in state_dict["param_groups"] if is_cores(group)}:
+        warn(f"the states of {', '.join(sorted(cores))} are left out: Adam begins them anew")
     for group in state_dict["param_groups"]:
         if group.get("flat_shards"):
             raise ValueError(

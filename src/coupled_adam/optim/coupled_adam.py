@@ -528,16 +528,15 @@ class CoupledAdam(torch.optim.Adam):
         """Load a state dict of this class, of ``torch.optim.Adam(W)``, or of another Coupled Adam.
 
         A second moment that was kept for every row, [V, H], is replaced by its mean over the rows,
-        [H]. This is exactly the state that Coupled Adam would have, so a training with AdamW can be
-        continued with Coupled Adam after any step. With ``row_exponent``, the mean of each row
-        becomes its ``row_exp_avg_sq``; a checkpoint of Coupled Adam has nothing to tell the rows
-        apart, and all then start with the mean of ``exp_avg_sq``, except for those that never had a
-        gradient, whose ``exp_avg`` is zero. With ``flat_shards`` nothing is
-        converted: the state must be that of the same pieces.
+        [H]: exactly the state that Coupled Adam would have, so that it can continue a training with
+        AdamW after any step. With ``row_exponent``, the mean of each row becomes its
+        ``row_exp_avg_sq``; of a checkpoint of Coupled Adam all rows start with the mean of
+        ``exp_avg_sq``, except for those that never had a gradient, whose ``exp_avg`` is zero. With
+        ``flat_shards`` nothing is converted: the state must be that of the same pieces.
 
         As in torch, the options of the loaded groups replace the optimizer's own, with a warning if
-        this makes it another optimizer. Options that the checkpoint does not contain (in a
-        checkpoint of torch: all options of Coupled Adam) keep their values.
+        this makes it another optimizer. Options that the checkpoint does not contain, such as ours
+        in one of torch, keep their values.
 
         Args:
             state_dict: as returned by ``state_dict()``; it is not changed.
@@ -562,9 +561,8 @@ class CoupledAdam(torch.optim.Adam):
                 self.param_groups = [next(loaded) if is_cores(g) else g for g in self.param_groups]
                 self.state.update(self.core.state)
             for p, second_moments in moments.items():
-                # torch has cast every state to its parameter's dtype, which would reduce the
-                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
-                # was saved with. Put back the former, and give exp_avg the parameter's strides.
+                # torch has cast every state to its parameter's dtype, moments [H] among them, and
+                # has kept the strides that exp_avg was saved with: they shall be the parameter's.
                 self.state[p].update(second_moments)
                 exp_avg = self.state[p].get("exp_avg")
                 if exp_avg is not None and exp_avg.stride() != p.stride():

@@ -137,8 +137,8 @@ def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
 def split(matrix: CoupledMatrix) -> Iterator[Segment]:
     """Cut a piece into segments, of which none is empty.
 
-    Each has a copy of the second moments that Coupled Adam updates with its columns, since others
-    have the same columns; LEAN only reads these vectors in a pass.
+    Each has a copy of the second moments that Coupled Adam updates, since others have the same
+    columns; LEAN only reads these vectors in a pass.
     """
     assert matrix.shard is not None
     width, offset = matrix.shard.shape[1], matrix.shard.offset
@@ -199,8 +199,8 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     for segment, sums_of_segment in sums.kernel_state:
         # What all ranks have summed in place of the segment's own sums.
         sums_of_segment.columns = sums.columns[segment.features]
-        own_scalars = _scalars_of(segment, scalars)
-        segment.matrix.kernel.apply_coupled(segment.matrix, sums_of_segment, own_scalars)
+        own = scalars.at(segment.tokens.start, segment.features.start)
+        segment.matrix.kernel.apply_coupled(segment.matrix, sums_of_segment, own)
     reference.step_size(matrix, sums, scalars)
 
 
@@ -220,7 +220,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     total = torch.zeros(2 * width + 1, dtype=_wide(matrix), device=matrix.param.device)
     for segment in split(matrix):
         own, features = segment.matrix, segment.features
-        sums = own.kernel.lean(own, weights[segment.tokens], _scalars_of(segment, scalars))
+        at = scalars.at(segment.tokens.start, features.start)
+        sums = own.kernel.lean(own, weights[segment.tokens], at)
         assert sums is not None
         updates, squares, count = sums.split([len(own.exp_avg_sq)] * 2 + [1])
         total[:width][features] += updates
@@ -233,11 +234,3 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 def _wide(matrix: CoupledMatrix) -> torch.dtype:
     # That in which add_up adds: float64 where the C kernels sum, which sum in float64.
     return torch.float64 if matrix.param.is_cpu else torch.float32
-
-
-def _scalars_of(segment: Segment, scalars: Scalars) -> Scalars:
-    """The scalars of a segment, whose rounding noise begins at its first element."""
-    if scalars.noise is None:
-        return scalars
-    noise = scalars.noise._replace(row=segment.tokens.start, column=segment.features.start)
-    return scalars._replace(noise=noise)

@@ -225,6 +225,14 @@ class Scalars(NamedTuple):
     skip: Tensor | None = None
     noise: Noise | None = None
 
+    def at(self, row: Any, column: int = 0) -> "Scalars":
+        """Those of a part, whose rounding noise begins at its first row and column."""
+        if (noise := self.noise) is None:
+            return self
+        return self._replace(
+            noise=noise._replace(row=noise.row + row, column=noise.column + column)
+        )
+
 
 def as_python_number(value: float | Tensor, no_host_reads: bool) -> float | Tensor:
     """Convert to a Python number where this is free; otherwise return a 0-dim tensor.

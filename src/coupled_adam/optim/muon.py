@@ -44,15 +44,12 @@ class MuonWithCoupledAdam(CoupledAdamW):
         lr: Muon's learning rate.
         adam_lr: the learning rate of everything else; by default ``lr``. Where a param group has
             another one, Muon's is larger or smaller to the same extent.
-        embeddings: how the token embeddings are updated, as in
-            :func:`coupled_adam.param_groups`; ``lr_factor`` is here relative to ``adam_lr``.
-        vocab_size: as in :class:`CoupledAdamW`.
-        steps: likewise; the rate is lower than without Muon (``beside_muon`` there).
+        embeddings, vocab_size, steps: as in :class:`CoupledAdamW`, relative to ``adam_lr``; the
+            rate for ``steps`` is lower than without Muon.
         weight_decay: the weight decay of matrices other than embeddings.
-        momentum, nesterov, ns_coefficients, ns_steps: as in :class:`torch.optim.Muon`.
-        ns_eps: what is ``eps`` in :class:`torch.optim.Muon`.
-        adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
-            where the latter is the default.
+        momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn: as in
+            :class:`torch.optim.Muon`, whose ``adjust_lr_fn`` is ``"original"`` by default.
+        ns_eps: what is ``eps`` there.
         betas, eps, fused: as in :class:`CoupledAdamW`.
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
@@ -65,8 +62,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
     Raises:
         RuntimeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
         TypeError, ValueError: as in :func:`coupled_adam.param_groups`; if there is no hidden
-            matrix; if ``adam_lr`` is missing, or ``vocab_size`` for parameters; if an option is out
-            of range.
+            matrix, or ``adam_lr`` or ``vocab_size`` is missing.
 
     Examples:
         >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings="lean", steps=10_000)

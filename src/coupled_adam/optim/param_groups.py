@@ -93,20 +93,16 @@ def param_groups(
     other matrices, stacks of matrices and convolutions have the optimizer's. What a parameter is
     follows from the class of its module, and in modules that are written by hand from the last
     words of its name. Frozen parameters are left out. In the experiments of arXiv 2502.08441
-    learned positions do have weight decay; the other exemptions are the same there, with both
-    optimizers.
-
-    What is not given here, for the token embeddings or for all, is the optimizer's.
+    learned positions do have weight decay. What is not given here is the optimizer's.
 
     Args:
         model: any module, also on the meta device.
         embeddings: how the coupled matrices are updated. ``"coupled"`` is the algorithm of the
             paper, ``"lean"`` is :data:`coupled_adam.LEAN`, and ``"adamw"`` couples nothing: it is
             AdamW with betas 0, 0.999 and the rate of LEAN. A mapping has options of these matrices
-            alone, instead of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
-            the optimizer's learning rate; schedulers keep the ratio), ``betas``, ``eps``,
-            ``weight_decay``, ``coupled``, ``second_moment_scale``, ``row_exponent``, ``zero_sum``
-            and ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
+            alone: ``lr_factor`` (a multiple of the optimizer's learning rate; schedulers keep the
+            ratio), ``lr``, ``betas``, ``eps``, ``weight_decay``, ``coupled``,
+            ``second_moment_scale``, ``row_exponent``, ``zero_sum`` and ``stochastic_rounding``.
         steps: the number of optimizer steps of the whole training, from which the ``lr_factor`` of
             ``"lean"`` and ``"adamw"`` follows (:func:`lean_lr_factor`). It is for training from
             scratch: finetuning wants other factors.
@@ -115,11 +111,7 @@ def param_groups(
             coupled or not, instead of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
-        couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
-            ``"input"`` or ``"output"``.
-        tables: the matrices to couple, as in :func:`embedding_parameters`; by default they are
-            found automatically.
-        vocab_size: the number of rows of the token embeddings, if it cannot be found automatically.
+        couple, tables, vocab_size: which matrices, as in :func:`embedding_parameters`.
         exclude: parameters to leave out, for example because another optimizer updates them: one
             or several modules (with all their parameters), parameters, parameter names, or glob
             patterns over names such as ``"*.experts.*"``.
@@ -128,25 +120,19 @@ def param_groups(
         A list of groups to pass to the optimizer: the matrices that decay, the rest, and last the
         coupled matrices. In groups of their own are those stored as [H, V], an untied head with a
         rate of its own, and tables with ``sparse=True``, which are updated without ``zero_sum`` and
-        weight decay. Each group has ``params``,
-        ``param_names``, ``coupled``, and whichever of the options above is not left to the
-        optimizer. The list prints as a table. Other optimizers of torch can take it, too, such as
-        AdamW for comparison: they ignore options that they do not have, and raise an error where
-        ``lr_factor`` has left ``lr`` to Coupled Adam.
+        weight decay. Each group has ``params``, ``param_names``, ``coupled``, and what is not left
+        to the optimizer. The list prints as a table. Other optimizers of torch can take it, too:
+        they ignore options that they do not have, and raise an error where ``lr_factor`` has left
+        ``lr`` to Coupled Adam.
 
     Raises:
-        TypeError: as in :func:`embedding_parameters`.
-        ValueError: for an unknown name or option in ``embeddings``; for ``steps`` that are not a
-            positive whole number, beside a rate of the embeddings, without LEAN, or where nothing
-            is coupled; for ``beside_muon`` without ``steps``; for a ``head_lr`` where there is no
-            head or it is tied; if an entry of ``exclude`` matches no parameter; if a table has
-            ``sparse=True`` and the options of ``embeddings`` would move rows without a gradient; or
-            as in :func:`embedding_parameters`.
+        TypeError, ValueError: as in :func:`embedding_parameters`; or for an option that is unknown,
+            out of range, or without effect on this model; or if ``embeddings`` would move rows of
+            a table with ``sparse=True`` that have no gradient.
 
     Warns:
-        UserWarning: as in :func:`embedding_parameters`; if there is nothing to couple, because
-            token embeddings are frozen (as with LoRA), or were not found; and if it is not clear
-            what a parameter is, which then has weight decay.
+        UserWarning: as in :func:`embedding_parameters`; if there is nothing to couple; and if it is
+            not clear what a parameter is, which then has weight decay.
 
     Examples:
         >>> groups = param_groups(model, "lean", steps=10_000)
@@ -155,11 +141,8 @@ def param_groups(
     """
     # 1. The options, checked before the model is searched
     options = dict(embedding_options(embeddings, steps, beside_muon=beside_muon))
-    given = {
-        "head_lr": head_lr,
-        "weight_decay": weight_decay,
-        "embedding_weight_decay": embedding_weight_decay,
-    }
+    given = {"head_lr": head_lr, "weight_decay": weight_decay}
+    given["embedding_weight_decay"] = embedding_weight_decay
     check_options({name: value for name, value in given.items() if value is not None})
     # With embeddings={"weight_decay": ...}, coupled matrices may differ from other embeddings.
     coupled_decay = options.pop("weight_decay", embedding_weight_decay)
@@ -258,11 +241,10 @@ class _Resolved(dict[str, Any]):
 def embedding_options(
     embeddings: Embeddings, steps: int | None = None, *, beside_muon: bool = False
 ) -> dict[str, Any]:
-    """The options of coupled matrices that a name or a mapping stands for.
+    """The options of coupled matrices that a name or a mapping stands for, with their rate.
 
     Raises:
-        ValueError: if the name or an option is unknown, or a value is out of range; if ``steps``
-            cannot say the rate, since it is given, or no rule for it is known.
+        ValueError: for what is unknown or out of range, or ``steps`` that cannot say the rate.
     """
     if isinstance(embeddings, _Resolved):
         return embeddings
@@ -350,16 +332,12 @@ def couple_by_size(
 
     Args:
         groups: an optimizer's param groups.
-        vocab_size: the number V of rows of the token embeddings, including padding; several numbers
-            for several vocabularies.
+        vocab_size: V, or several numbers for several vocabularies.
         options: what the coupled groups have instead; ``lr_factor`` multiplies the learning rate of
             the group that a matrix comes from.
 
     Returns:
         Up to three groups in the place of each: what is left of it, matrices [V, H], and [H, V].
-
-    Raises:
-        ValueError: if a group is coupled already, and as :func:`matrices_of_size`.
     """
     if any(group["coupled"] for group in groups):
         raise ValueError(

@@ -125,9 +125,8 @@ def _copied(table: CoupledMatrix, all_r: Tensor, scalars: Scalars) -> Tensor:
     before = all_r[rows]
     r = decayed(before, table.row_step[rows], t, table.beta2)
     part = replace(table, param=table.param[rows], row_exp_avg_sq=r, touched=None, row_step=None)
-    if (noise := scalars.noise) is not None:  # each row has its own, wherever it lies
-        offsets = rows - torch.arange(len(rows), device=rows.device)
-        scalars = scalars._replace(noise=noise._replace(row=offsets))  # type: ignore[arg-type]
+    # Each row has its own noise, wherever it lies.
+    scalars = scalars.at(rows - torch.arange(len(rows), device=rows.device))
     # 2. The pass, and what it has changed
     total = reference.lean(part, None, scalars)
     table.param.index_copy_(0, rows, part.param)

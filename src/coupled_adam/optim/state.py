@@ -113,14 +113,18 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if p.grad is None:  # of this rank alone
         return
-    if p.grad.shape != p.shape or p.grad.device != p.device or not _is_taken(p.grad.dtype, p):
+    # The arithmetic, which is in the dtype of the second moments, must hold the gradient's.
+    is_held = torch.promote_types(p.grad.dtype, moment_dtype(p)) == moment_dtype(p)
+    is_held = is_held and p.grad.is_floating_point()
+    if p.grad.shape != p.shape or p.grad.device != p.device or not is_held:
         raise RuntimeError(
             f"cannot couple {describe(group, index)}: it is {p.dtype} on {p.device}, but its "
             f"gradient is {list(p.grad.shape)} in {p.grad.dtype} on {p.grad.device}. Give it the "
             "parameter's shape, device and dtype, or float32 for half precision"
         )
     if p.grad.layout != torch.strided:
-        _check_sparse(group, index)
+        if problem := sparse_problem(group, p):
+            raise RuntimeError(f"{describe(group, index)} {problem}")
         return
     if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
@@ -129,13 +133,6 @@ def check_parameter(group: Group, index: int) -> None:
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(f"capturable=True does not work on {p.device}: leave it out")
-
-
-def _is_taken(dtype: torch.dtype, p: Tensor) -> bool:
-    """Whether the arithmetic, which is in the dtype of the second moments, holds a gradient's."""
-    return dtype.is_floating_point and torch.promote_types(dtype, moment_dtype(p)) == moment_dtype(
-        p
-    )
 
 
 def sparse_problem(group: Group, p: Tensor) -> str | None:
@@ -164,12 +161,6 @@ def sparse_problem(group: Group, p: Tensor) -> str | None:
     if group["vocab_dim"] or p.dim() != 2 or type(p) not in sharded.PLAIN:
         return "has sparse gradients, which only a whole matrix [V, H] can have"
     return None
-
-
-def _check_sparse(group: Group, index: int) -> None:
-    """Raise RuntimeError if a table cannot have sparse gradients."""
-    if problem := sparse_problem(group, group["params"][index]):
-        raise RuntimeError(f"{describe(group, index)} {problem}")
 
 
 # The options on which the checks of a matrix and the choice of its kernel depend; an itemgetter, as
@@ -316,14 +307,11 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             raise RuntimeError(
                 f"the state of {describe(group, index)} is that of other options: {_CHANGED}"
             )
-        if not unfit:
-            _fit_row_steps(group, index, state)
-            return
     else:
         _refuse_capture(p)
         _warn_of_rows_without_gradient(group, index)
         state.setdefault("step", _zero_step(group, p))
-    # 2. What ends, and what begins: momentum, or all of a new state
+    # 2. What ends, and what begins: momentum, or all of a new state; mostly nothing
     for name in MOMENTS - dims.keys():
         state.pop(name, None)
     for name, dim in dims.items():
@@ -351,16 +339,14 @@ def _fit_row_steps(group: Group, index: int, state: dict[str, Tensor]) -> None:
         r, steps = state[ROW_MOMENT], int(state["step"])
         state[ROW_STEP] = torch.full((len(p),), steps, dtype=torch.int32, device=p.device)
         state[ROW_COUNT] = count_of(r)
-    _check_sparse(group, index)
-    for name, shape, dtype in (
-        (ROW_STEP, torch.Size([len(p)]), torch.int32),
-        (ROW_COUNT, torch.Size([]), torch.int64),
-    ):
+    if problem := sparse_problem(group, p):
+        raise RuntimeError(f"{describe(group, index)} {problem}")
+    for name, shape, dtype in (ROW_STEP, [len(p)], torch.int32), (ROW_COUNT, [], torch.int64):
         value = state.get(name)
-        if value is None or (value.shape, value.dtype, value.device) != (shape, dtype, p.device):
+        if value is None or ([*value.shape], value.dtype, value.device) != (shape, dtype, p.device):
             raise RuntimeError(
-                f"{name} in the optimizer state of {describe(group, index)} must be "
-                f"{list(shape)} in {dtype} on {p.device}, and is {value!r:.60}: {_CHANGED}"
+                f"{name} in the optimizer state of {describe(group, index)} must be {shape} in "
+                f"{dtype} on {p.device}, and is {value!r:.60}: {_CHANGED}"
             )
 
 

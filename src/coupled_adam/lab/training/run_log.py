@@ -20,6 +20,7 @@ from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.loggers import LOG_EVERY
 from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.optim.lean import Rate
 from coupled_adam.optim.sharded import full_tensor
 from coupled_adam.runs import SECOND_MOMENTS, step_name
 
@@ -48,12 +49,8 @@ class RunLog(pl.Callback):
         )
         for group in trainer.optimizers[0].param_groups:
             if "lr_factor_from" in group and rank() == 0:
-                tqdm.write(
-                    f"{printable(self.run.folder.name)}: the embeddings' learning rate is "
-                    f"{group['initial_lr_factor']:.3g} times that of the other parameters "
-                    f"({group['lr_factor_from']})",
-                    file=sys.stderr,
-                )
+                name, rate = printable(self.run.folder.name), Rate.in_group(group)
+                tqdm.write(f"{name}: the embeddings' learning rate is {rate}", file=sys.stderr)
         self._last = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, self._measures(trainer, module))

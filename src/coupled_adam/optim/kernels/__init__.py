@@ -30,9 +30,8 @@ def kernels() -> dict[str, str]:
     the numbers are the same up to rounding, and only the speed differs.
 
     Returns:
-        For the kernel in C (CPUs) and the one in Triton (CUDA and XPU), ``"C"`` and ``"Triton"``:
-        ``"available"``, or why it is not used. Triton may still turn out not to compile for a GPU,
-        which gives a warning at the first step.
+        For ``"C"`` (CPUs) and ``"Triton"`` (CUDA and XPU) ``"available"``, or why it is not used.
+        Triton may still turn out not to compile, which gives a warning at the first step.
 
     Examples:
         >>> coupled_adam.kernels()

@@ -35,7 +35,7 @@ def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     """Update the matrix by Coupled Adam."""
     rates = reference.step_size(matrix, sums, scalars)
     for rows, block in blocks(matrix, scalars):
-        reference.move_coupled(block, rates, _of_block(scalars, rows))
+        reference.move_coupled(block, rates, scalars.at(rows.start))
 
 
 def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tensor:
@@ -59,7 +59,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     rates = (matrix.lr / (1 - matrix.beta1**scalars.t) * scales).to(scales)
     active = weights != 0  # [rows]
     parts = [
-        _update_lean(block, weights[rows], active[rows, None], rates, _of_block(scalars, rows))
+        _update_lean(block, weights[rows], active[rows, None], rates, scalars.at(rows.start))
         for rows, block in blocks(matrix, scalars)
     ]
     total = _total(matrix, parts, 2 * len(rates))
@@ -124,11 +124,3 @@ def _total(matrix: CoupledMatrix, parts: list[Tensor], size: int | None = None) 
     if not parts:
         return nu.new_zeros(size or len(nu))
     return torch.stack(parts).sum(0).to(nu.dtype)
-
-
-def _of_block(scalars: Scalars, rows: slice) -> Scalars:
-    """The scalars of a block, whose rounding noise begins at its first row."""
-    if scalars.noise is None:
-        return scalars
-    noise = scalars.noise._replace(row=scalars.noise.row + rows.start)
-    return scalars._replace(noise=noise)

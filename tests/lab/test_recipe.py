@@ -137,7 +137,7 @@ def test_config_of_an_architecture():
         ({"architecture": "lama"}, "model.architecture='lama' .* did you mean llama?"),
         (
             {"architecture": "llama", "config": {"kv_heads": 1}},
-            r"model.config.kv_heads is no value of llama .* num_key_value_heads",
+            r"model.config.kv_heads is no value of llama: .* num_key_value_heads",
         ),
         (
             {"architecture": "llama", "config": {"num_hidden_layers": 10**9}},

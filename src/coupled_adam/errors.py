@@ -31,9 +31,8 @@ def install(extra: str) -> str:
 
 def own_command() -> str:
     """How to call this package's command here: as it was called, where it is on no path."""
-    called = sys.argv[0]
-    is_hidden = Path(called).name == "coupled-adam" and not shutil.which("coupled-adam")
-    return shlex.quote(called) if is_hidden else "coupled-adam"
+    is_hidden = Path(sys.argv[0]).name == "coupled-adam" and not shutil.which("coupled-adam")
+    return shlex.quote(sys.argv[0]) if is_hidden else "coupled-adam"
 
 
 class TrainingError(Exception):

@@ -82,12 +82,7 @@ def file_format(start: bytes) -> Format | None:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file that is parsed as a whole.
-
-    Raises:
-        OSError: it cannot be read, or is no regular file, or is no text.
-        UnicodeDecodeError: it is not text.
-    """
+    """The text of a file; OSError or UnicodeDecodeError if it cannot be read, or is no text."""
     if is_no_text := file_format(first_bytes(path)):
         raise OSError(errno.EINVAL, f"it is {is_no_text}", str(path))
     return path.read_text(encoding=encoding)
@@ -95,10 +90,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
 
 @contextlib.contextmanager
 def reading_own(path: Path) -> Iterator[None]:
-    """Say of a file that this package has written whether it cannot be read, or is damaged.
-
-    Raises UsageError if the block raises an error.
-    """
+    """Make a UsageError of what the block raises: a file of ours cannot be read, or is damaged."""
     try:
         yield
     except OSError as error:  # which says nothing of the content

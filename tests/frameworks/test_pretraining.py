@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -251,28 +250,3 @@ def test_verl(monkeypatch):
     )
     model = Decoder()
     assert_as_param_groups(model, build_optimizer(model.parameters(), config), 0.0, "lean")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("swift") is None, reason="not installed")
-def test_ms_swift(tmp_path, frameworks_in_processes):
-    """In a process of its own, since ms-swift changes transformers' classes for everyone."""
-    subprocess.run([sys.executable, __file__, tmp_path], check=True)
-
-
-def ms_swift(folder):
-    """As its trainer takes the optimizer from the callback that the arguments name."""
-    from swift.optimizers import optimizers_map
-    from transformers import TrainingArguments
-
-    import coupled_adam.integrations.ms_swift  # noqa: F401
-
-    model = Decoder()
-    options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
-    args = TrainingArguments(folder, **options, optim_args="embeddings=lean")
-    trainer = types.SimpleNamespace(model=model)
-    callback = optimizers_map["coupled_adamw"](args, trainer)
-    assert_as_param_groups(model, callback.create_optimizer(), 0.3, "lean")
-
-
-if __name__ == "__main__":
-    ms_swift(sys.argv[1])

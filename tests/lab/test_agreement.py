@@ -21,8 +21,10 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("key", DIFFERENT)
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "key"),
+    [*((2, key) for key in DIFFERENT), pytest.param(4, "seed", marks=pytest.mark.slow)],
+)
 def test_processes_that_differ(key, number, tmp_path, small_recipe, text_file):
     """All end with the same line, which names the key, and nothing is written."""
     for rank in ("first", "last"):

@@ -511,7 +511,7 @@ def damages(path):
 FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(11, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, capsys):
     """Each command reads them, or ends with one line that names the run; none ends in a bug."""
@@ -569,7 +569,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_no_mutation_changes_a_result(every, trained, tmp_path, monkeypatch, capsys):
     """Whatever happens to a file of a run, there is the same result, or one line that names it."""

@@ -181,11 +181,8 @@ class RunOptions(DeviceOption, Execution):
 
 
 def _limit_threads(parameters: int) -> None:
-    """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise.
-
-    Its operations take microseconds, and each waits for all threads: on busy cores, a step with a
-    thread for each core took 7 s instead of 0.5.
-    """
+    """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise."""
+    # Each operation waits for all threads: on busy cores a step took 7 s instead of 0.5.
     import torch
 
     if parameters < 1_000_000 and "OMP_NUM_THREADS" not in os.environ:

@@ -88,10 +88,8 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     of both. It gets the name when it is complete, and is made again if one of its files has
     changed. Other processes that need the same corpus wait for the one that creates it.
 
-    Raises:
-        UsageError: the source or tokenizer cannot be used, the text is too short for the recipe, or
-            the cache cannot be written.
-        OSError: a corpus in the cache cannot be read now.
+    Raises UsageError if the source or tokenizer cannot be used, the text is too short, or the cache
+    cannot be written, and OSError if a corpus in the cache cannot be read now.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     tokenizer = None
@@ -154,11 +152,7 @@ def _check_length(corpus: Corpus, recipe: Recipe) -> None:
     """Raise UsageError if a split is too short for the recipe, which the cache does not know."""
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
-    for split, needed in {
-        "train": batch * length + 1,
-        "valid": length + 1,
-        "test": length + 1,
-    }.items():
+    for split, needed in zip(SPLITS, (batch * length + 1, length + 1, length + 1)):
         tokens = corpus.facts["tokens"][split]
         require(
             tokens >= needed,

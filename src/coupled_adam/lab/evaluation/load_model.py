@@ -16,11 +16,7 @@ from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
 
 def trusted_run(folder: Path, variant: str | None = None) -> Run:
-    """Read a run; ``variant`` is the one whose code may be executed.
-
-    Raises:
-        UsageError: the folder is not that of a run, or the run was trained with another variant.
-    """
+    """Read a run; UsageError if there is none, or it needs other code than this variant's."""
     run = read_run(folder)
     needed = run.recipe.variant
     require(

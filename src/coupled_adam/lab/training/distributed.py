@@ -44,9 +44,8 @@ def rank() -> int:
 def process_group(device: str) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
-    Raises:
-        UsageError: if the device is one of several GPUs, which the launcher shares out.
-        LostProcessError: if another process has ended, or does not answer in torch's time limit.
+    Raises UsageError if the device is one of several GPUs, which the launcher shares out, and
+    LostProcessError if another process has ended, or does not answer in torch's time limit.
     """
     environment = launcher()
     if environment is None:

@@ -93,10 +93,8 @@ def save_model(
 ) -> None:
     """Save a model and the tokenizer of its corpus; the folder appears once both are complete.
 
-    ``state_dict`` has the weights, gathered from all processes.
-
-    Raises:
-        TrainingError, OSError: it cannot be written.
+    ``state_dict`` has the weights, gathered from all processes. Raises TrainingError or OSError if
+    it cannot be written.
     """
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}

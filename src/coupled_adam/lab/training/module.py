@@ -106,8 +106,7 @@ class LanguageModel(pl.LightningModule):
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
         """Perform the step, then call the variant's functions that follow it.
 
-        Raises:
-            DivergedError: the rate is beyond what the parameters' type can represent.
+        Raises DivergedError if the rate is beyond what the parameters' type can represent.
         """
         variant, step = self.variant, self.global_step + 1  # counted when this returns
         try:

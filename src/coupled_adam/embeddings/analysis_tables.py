@@ -80,9 +80,7 @@ def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
 
 
 def analyses_json(
-    analyses: Sequence[Analysis],
-    answers: Sequence[Answer] = (),
-    comparisons: Sequence[Answer] = (),
+    analyses: Sequence[Analysis], answers: Sequence[Answer] = (), comparisons: Sequence[Answer] = ()
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
 

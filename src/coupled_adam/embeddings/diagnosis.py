@@ -42,70 +42,60 @@ def diagnose(
     (rows, columns), ratio = size, measures.mean_norm_ratio or 0.0
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
     chance = 1 / math.sqrt(rows)
-    is_shifted = ratio > 1.5 * chance
     # Correlations of norm, and of the component along the mean, with log frequency.
     norms = _significant(measures.norm_frequency_correlation, counted)
     along = _significant(measures.mean_frequency_correlation, counted)
-    # Whether each sentence applies, in the order in which they are read.
-    rules = [
-        (True, _verdict(measures, dead, tiny, left_out, repair)),
-        (True, _sentence(_placed(measures).values())),
-        (
-            True,
-            "Isotropy falls exponentially with the norms: it is "
-            f"{_text('isotropy', measures)}, at unit mean norm "
-            f"{_text('isotropy_unit', measures)}, with the mean removed "
-            f"{_text('isotropy', centered)}, and with both {_text('isotropy_unit', centered)}.",
-        ),
-        (rows < columns, f"{rows} rows cannot use all of {columns} directions."),
-        (
-            chance / 1.5 < ratio <= 1.5 * chance,
-            f"A relative mean norm of {_text('mean_norm_ratio', measures)} is what chance gives to "
-            f"so many rows: about 1 / √{rows} = {chance:.2g}.",
-        ),
-        (
-            is_shifted,
+    said = [
+        _verdict(measures, dead, tiny, left_out, repair),
+        _sentence(_placed(measures).values()),
+        "Isotropy falls exponentially with the norms: it is "
+        f"{_text('isotropy', measures)}, at unit mean norm {_text('isotropy_unit', measures)}, "
+        f"with the mean removed {_text('isotropy', centered)}, and with both "
+        f"{_text('isotropy_unit', centered)}.",
+    ]
+    if rows < columns:
+        said.append(f"{rows} rows cannot use all of {columns} directions.")
+    if ratio > 1.5 * chance:
+        said += [
             "For cosine similarity and retrieval: two rows have a cosine of "
             f"{_text('mean_cosine_similarity', measures)} on average, and of "
             f"{_text('mean_cosine_similarity', centered)} with the mean removed.",
-        ),
-        (is_shifted and bool(recenter), f"To remove it, which changes no prediction: {recenter}."),
-        (
-            is_shifted and role == "output",
-            "For predictions: an untied softmax does not see the mean.",
-        ),
-        (
-            is_shifted and role == "tied",
-            "For predictions: the softmax does not see the mean, and at the input it is one vector "
-            "that all tokens share.",
-        ),
-        (
-            is_shifted and role == "input",
-            "At the input the mean is one vector that all tokens share.",
-        ),
-        (
-            is_shifted,
+            *([f"To remove it, which changes no prediction: {recenter}."] if recenter else []),
+            *_AT_THE_SOFTMAX.get(role, ()),
             "For finetuning: AdamW may move the mean further, and LEAN leaves it where it is.",
-        ),
-        (
-            is_shifted,
             "For new tokens: a row near the origin, as a usual initialisation is, lies "
             f"{_text('mean_norm', measures)} away from the mean of the others; begin there.",
-        ),
-        (
-            measures.norm_frequency_correlation is None,
+        ]
+    elif ratio > chance / 1.5:
+        said.append(
+            f"A relative mean norm of {_text('mean_norm_ratio', measures)} is what chance gives to "
+            f"so many rows: about 1 / √{rows} = {chance:.2g}."
+        )
+    if measures.norm_frequency_correlation is None:
+        said.append(
             "Whether rare tokens differ from frequent ones is not known without their counts: add "
-            "--text, --tokens or --counts.",
-        ),
-        (norms < 0, "Rare tokens have longer rows than frequent ones."),
-        (
-            along < -0.5,
+            "--text, --tokens or --counts."
+        )
+    if norms < 0:
+        said.append("Rare tokens have longer rows than frequent ones.")
+    if along < -0.5:
+        said.append(
             "Rare tokens lie further along the mean than frequent ones: --undertrained names those "
-            "that were hardly trained.",
-        ),
-        (along > 0.5, "Frequent tokens lie further along the mean than rare ones."),
-    ]
-    return [sentence for applies, sentence in rules if applies]
+            "that were hardly trained."
+        )
+    if along > 0.5:
+        said.append("Frequent tokens lie further along the mean than rare ones.")
+    return said
+
+
+_AT_THE_SOFTMAX = {
+    "output": ["For predictions: an untied softmax does not see the mean."],
+    "tied": [
+        "For predictions: the softmax does not see the mean, and at the input it is one vector "
+        "that all tokens share."
+    ],
+    "input": ["At the input the mean is one vector that all tokens share."],
+}
 
 
 def _text(key: str, measures: Measures) -> str:

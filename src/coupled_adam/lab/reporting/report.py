@@ -82,10 +82,7 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
     # 1. The runs
     frame, left_out = read_runs(folders)
     places = ", ".join(map(str, folders))
-    require(
-        not frame.empty,
-        f"{places}: no finished run is there; coupled-adam compare makes some",
-    )
+    require(not frame.empty, f"{places}: no finished run is there; coupled-adam compare makes some")
     # 2. What it says, in two tables: the page's has more columns, and the test of the sentences;
     # the paper's has the paper's test
     rows = arm_results(frame, bold)

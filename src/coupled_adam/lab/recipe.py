@@ -88,7 +88,7 @@ class Recipe:
     @property
     def tokens(self) -> int:
         """D, the number of tokens that one run is trained on."""
-        return self.steps * self.tokens_per_step
+        return self.training.total_steps * self.training.tokens_per_step
 
     @property
     def warmup_steps(self) -> int:

@@ -48,18 +48,16 @@ def code_digest(variant: str | None) -> str:
 
 def _git_commit() -> str | None:
     """The commit of this file, "-dirty" if there are changes; None outside of a checkout."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        # Installed into a folder of some other repository, that one's commit would say nothing.
-        tracked = subprocess.run(
-            ["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True
-        )
-        if tracked.returncode:
+    git, commit = ["git", "-C", str(Path(__file__).parent)], ""
+    describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    # Installed into a folder of some other repository, that one's commit would say nothing.
+    for command in (["ls-files", "--error-unmatch", __file__], describe):
+        try:
+            done = subprocess.run([*git, *command], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
             return None
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+        commit = done.stdout.strip()
+    return commit
 
 
 def _processor() -> str:

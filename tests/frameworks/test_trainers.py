@@ -204,17 +204,6 @@ def timm(folder):
         optimizer.step()
 
 
-def ignite(folder):
-    """Its engine."""
-    from ignite.engine import create_supervised_trainer
-
-    model = TwoMatrices()
-    optimizer = CoupledAdamW(param_groups(model, "lean", vocab_size=V), lr=1e-2)
-    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.cross_entropy)
-    ids = torch.arange(V)
-    trainer.run([(ids, ids)] * STEPS)
-
-
 def sentence_transformers(folder):
     """Its trainer with the callback, whose names are those of input embeddings."""
     from datasets import Dataset
@@ -262,7 +251,6 @@ def llama_factory(folder):
 
 
 PROGRAMS = {
-    "ignite": "ignite",
     "litgpt": "litgpt",
     "llama_factory": "llamafactory",
     "ms_swift": "swift",

@@ -50,6 +50,7 @@ def test_a_sweep_to_its_best_value(small_recipe, text_file, tmp_path, monkeypatc
     assert runs(f"{sweep} 1,4 --recipe {small_recipe}") == {*of_one[:3]}
     assert runs(f"{sweep} 1,4 --resume") == {*of_one[:3]}
     assert runs(f"{sweep} 1,4,16 --resume") == {*of_one}
+    assert runs(f"{sweep} 1,4,16 --resume --recipe {small_recipe}") == {*of_one}
     seeds = "compare --out out --seeds 2 --device cpu --logger --resume"
     assert runs(seeds) == {*of_one, *of_two}
     factors = [read_run(Path("out", run)).arm.lr_factor for run in of_two[1:]]

@@ -132,7 +132,8 @@ class RunOptions(DeviceOption, Execution):
         if isinstance(named := plain.get("arms"), dict):
             several = [key.split(".") for key, value in values.items() if isinstance(value, list)]
             swept = [places[1] for places in several if places[0] == "arms"]
-            if self.resume and swept:  # numbered arms are stored: the first of each stands for all
+            # In OUT's own recipe arms are numbered: the first of each stands for all.
+            if self.resume and self.recipe is None and swept:
                 bare = {re.sub(r"-\d+$", "", arm): named[arm] for arm in reversed(named)}
                 names = [arm for place in swept for arm in fnmatch.filter(reversed(bare), place)]
                 named = {arm: bare[arm] for arm in names}

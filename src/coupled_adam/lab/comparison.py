@@ -90,10 +90,8 @@ def compare(
         on_start: called when the folder and the corpus are there, before the first run starts.
         on_report: called with the report, even if a run has diverged.
 
-    Raises:
-        UsageError: if the folder is in use or not writable, or the text or the device cannot be
-            used. An existing folder is left unchanged.
-        DivergedError: if runs have diverged, once all others are finished and reported.
+    Raises UsageError if the folder, the text or the device cannot be used, before a folder changes,
+    and DivergedError if runs have diverged, once all others are finished and reported.
     """
 
     def check() -> Recipe:  # called once more when the folder is locked

@@ -18,7 +18,6 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import coupled_adam
 import token_models
 from coupled_adam import cli
 from coupled_adam.cli.parser import parsed
@@ -150,9 +149,6 @@ def save_model(folder, seed=0):
     gpt2(vocab_size=len(words)).save_pretrained(folder)
 
 
-TO_MEND = ["docs/tables.md"]
-"""Pages whose blocks use names that neither they nor the first block import."""
-
 PYTHON = [block for block in BLOCKS if block.language == "python" and block.reason is None]
 
 
@@ -168,8 +164,6 @@ def test_python(block, tmp_path, monkeypatch):
         pytest.importorskip("optax")
     monkeypatch.chdir(tmp_path)
     names = {"model": gpt2()} if block.page == "README.md" else {}
-    if block.page in TO_MEND:
-        names = {name: getattr(coupled_adam, name) for name in coupled_adam.__all__}
     first = next(b for b in PYTHON if b.page == block.page)
     for each in dict.fromkeys((first, block)):
         if "my-model" in each.text:  # the reader's

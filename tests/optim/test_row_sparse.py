@@ -541,15 +541,16 @@ def test_the_page_has_the_numbers_that_were_measured():
     page = (root / "docs/tables.md").read_text()
     assert sparse_tables.markdown(results) in page
     assert sparse_tables.untied_markdown(results) in page
-    adamw, _, sparse = results["untied"].values()
-    assert sparse["ms"] < 0.27 * adamw["ms"]  # "a quarter"
-    assert sparse["peak bytes"] < adamw["peak bytes"] / 2
+    bags = json.loads((root / "benchmarks/results/embedding_bags.json").read_text())["bags"]
+    lean, fbgemm, adam = (
+        f"{bags[name]['ms']:.1f}" for name in ("LEAN", sparse_tables.ROW_WISE, "SparseAdam")
+    )
+    assert (
+        f"LEAN {lean} ms of one thread, FBGEMM's row-wise Adagrad {fbgemm}, SparseAdam\n{adam} ("
+        in page
+    )
     for case in results["cases"]:
         assert case["bytes of state"]["LEAN"] == pytest.approx(8 * case["rows"], rel=1e-3)
-        for other in case["as it is"].keys() - {"LEAN"}:
-            for kind in ("as it is", "coalesced"):
-                times = case[kind][other]["ms"] / case[kind]["LEAN"]["ms"]
-                assert 5 < times < 8.1 if other == "SparseAdam" else times > 2
 
 
 # --- several processes ---

@@ -23,7 +23,7 @@ from coupled_adam.optim.core import Core
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.lean import Rate
 from coupled_adam.optim.options import refuse_unknown
-from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, param_groups, split
+from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, split
 
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
@@ -60,12 +60,11 @@ def use_coupled_adam(trainer: Trainer, **options: Any) -> None:
         )
     # What is mistyped need not wait for the first step: an optimizer of next to nothing refuses it.
     given = _options_of(trainer.args, options)
-    steps = 1 if given.get("steps") == "auto" else given.get("steps")
     nothing = nn.Embedding(2, 2, _weight=torch.ones(2, 2))  # which draws no random numbers
-    groups = param_groups(nothing, given.get("embeddings", "coupled"), steps=steps)
-    # The options of groups name what the model must have, and are checked when there is one.
-    later = (*GROUP_OPTIONS, "core")
-    CoupledAdamW(groups, **{name: given[name] for name in given if name not in later})
+    # The other options of groups name what the model must have, and are checked when there is one.
+    later = GROUP_OPTIONS - {"embeddings", "steps"} | {"core"}
+    now = {name: x for name, x in given.items() if name not in later}
+    CoupledAdamW(nothing, **(now | {"steps": 1} if now.get("steps") == "auto" else now))
     if "core" not in given:
         _named_core(trainer.args, trainer.model, trainer)
     # Trainer calls what it takes for a class, and what it gets with the model.

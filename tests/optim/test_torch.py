@@ -77,9 +77,8 @@ def test_isinstance(ours, theirs):
 
 def test_constructor_option_is_the_groups_default():
     p, q = (nn.Parameter(torch.zeros(3, 2)) for _ in range(2))
-    optimizer = CoupledAdamW(
-        [{"params": [p]}, {"params": [q], "coupled": False}], coupled=True, second_moment_scale=0.5
-    )
+    groups = iter([{"params": [p]}, {"params": [q], "coupled": False}])  # torch takes it, too
+    optimizer = CoupledAdamW(groups, coupled=True, second_moment_scale=0.5)
     assert [g["coupled"] for g in optimizer.param_groups] == [True, False]
     assert optimizer.defaults["coupled"] is True
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4, 2))]})

@@ -1,5 +1,6 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
@@ -201,7 +202,7 @@ class CoupledAdam(torch.optim.Adam):
             is_grouped or vocab_size is not None,
         )
         # What each group says itself; a factor becomes a rate.
-        said: list[set[str]] = [{"params", "param_names"}]
+        said: Iterable[set[str]] = itertools.repeat({"params", "param_names"})
         if isinstance(given, list | tuple) and all(isinstance(group, dict) for group in given):
             said = [{*group, *(["lr"] * ("lr_factor" in group))} for group in given]
         # 3. The optimizer, whose constructor calls add_param_group
@@ -209,15 +210,14 @@ class CoupledAdam(torch.optim.Adam):
         self._coupling_defaults = {**OPTIONS, **coupling}
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(self, given, **{**torchs, "betas": as_pair(betas)})
-        for group, names in zip(self.param_groups, said):
-            group["said"] = names
+        of_parameter = {p: s for group, s in zip(self.param_groups, said) for p in group["params"]}
         if vocab_size is not None and not is_model:
             # Only now, as torch has turned all that params may be into groups.
             self.param_groups = couple_by_size(self.param_groups, vocab_size, own_options)
             for group in self.param_groups:
                 check_group(group)
         # 4. The core, of the other groups as they were given, without what completed them
-        said = [group.pop("said") for group in self.param_groups]
+        said = [of_parameter.get(next(iter(g["params"]), None), {*g}) for g in self.param_groups]
         if core is not None:
             if vocab_size is None and not any("coupled" in names for names in said):
                 raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 LOG_LIMIT = math.log(1e4)  # how far a column may be from the others in rho
 LARGEST_STEP = 30.0  # of a row, relative to the rate
+
 LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),
     "row_exponent": 0.75,

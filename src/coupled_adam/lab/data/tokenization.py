@@ -38,7 +38,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
         size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
         require(
             size <= vocab_size,
-            f"{name} has {size} tokens: model.vocab_size={vocab_size} must be at least as many",
+            f"{name} has {size} tokens: set model.vocab_size={vocab_size} to as many or more",
         )
         require(
             end_of_text_id(tokenizer) is not None,

@@ -109,7 +109,7 @@ def _norm(
     return norm
 
 
-# All that clips gradients by their norm asks torch for it, and torch has none of sparse tensors.
+# All that clips gradients by their norm asks torch for it; before 2.14 it has none of sparse ones.
 _TORCH = torch.library.Library("aten", "IMPL")
 for _key in ("SparseCPU", "SparseCUDA"):
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::linalg_vector_norm", _key):

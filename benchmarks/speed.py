@@ -1,7 +1,7 @@
 """Measure the time and memory of an optimizer's step, in pairs with torch's fused AdamW.
 
     python benchmarks/speed.py --json > benchmarks/results/bench/amd-epyc-1.json
-    python benchmarks/speed.py --shapes 50304x768 --clip --picture clip.png
+    python benchmarks/speed.py --shapes 50304x768 --clip
     python benchmarks/speed.py --recipe 30M training.batch_size=4     # whole training steps
 
 ``benchmarks/speed_table.py`` makes the tables of docs/speed.md from the JSON.
@@ -9,19 +9,17 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from bench.cases import SHAPES, parse_case
 from bench.machine import describe_machine
 from bench.optimizers import OPTIMIZERS
-from bench.results import bench_picture, bench_table
+from bench.results import bench_table
 from bench.steps import bench
-from bench.training import training_speed
+from bench.training import summary, training_speed
 from tqdm import tqdm
 
 from coupled_adam.cli.options import DeviceOption
 from coupled_adam.cli.terminal import show
-from coupled_adam.files import write_atomically
 from coupled_adam.lab.recipe import load_recipe, override, read_yaml
 from coupled_adam.lab.training.environment import environment
 
@@ -39,7 +37,6 @@ def main() -> None:
     parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
     parser.add_argument("--steps", type=int, default=20, help="of each optimizer, with --recipe")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--picture", type=Path, help="draw one: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print all numbers, and nothing else")
     options = parser.parse_args()
     device = DeviceOption(device=options.device).usable_device()
@@ -53,8 +50,7 @@ def main() -> None:
         values = {key: read_yaml(value, key) for key, value in pairs}
         recipe = override(load_recipe(options.recipe), values)
         speed = training_speed(recipe, device=device, steps=options.steps)
-        content |= speed.to_dict()
-        print(json.dumps(content, indent=1) if options.json else speed.summary)
+        print(json.dumps(content | speed, indent=1) if options.json else summary(speed))
         return
     shapes = options.shapes or SHAPES["cuda" if device == "cuda" else "cpu"]
     cases = [parse_case(shape, options.dtype, options.clip) for shape in shapes]
@@ -65,11 +61,6 @@ def main() -> None:
         print(json.dumps({**content, "results": [result.to_dict() for result in results]}))
     else:
         show(bench_table(results))
-    if options.picture:
-        from coupled_adam.rendering.pictures import drawn
-
-        picture = drawn(bench_picture(results), options.picture.suffix[1:])
-        write_atomically(options.picture, picture)
 
 
 if __name__ == "__main__":

@@ -4,52 +4,20 @@ python -m study.figures
 """
 
 import argparse
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import get_args
+from functools import partial
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
-from .rows import LABELS, Arm, Line, runs, values
+from .rows import Line, runs, values
 from .run import HERE
-from .tables import (
-    BASE,
-    RECOMMENDED,
-    SCALE,
-    exponents,
-    pair,
-)
+from .tables import BASE, RECOMMENDED, SCALE, pair
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE, GREEN = "#d55e00", "#0072b2", "#009e73"
-COLORS = {"adamw": ORANGE, "coupled": BLUE}
-
-
-def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
-    """Plot mean and sample standard deviation over seeds, if all of their values are finite."""
-    measured = {x: values(line, measure) for x, line in points.items()}
-    shown = {x: seeds for x, seeds in measured.items() if seeds and all(map(math.isfinite, seeds))}
-    means = [float(np.mean(seeds)) for seeds in shown.values()]
-    spread = [float(np.std(seeds, ddof=1)) if seeds[1:] else 0.0 for seeds in shown.values()]
-    ax.errorbar([*shown], means, spread, marker="o", capsize=3, **style)  # type: ignore[arg-type]
-
-
-def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
-    """Plot a measure against the step, with one curve for each seed."""
-    for number, line in enumerate(lines):
-        for seed, run in enumerate(runs(line).values()):
-            steps = [point["step"] for point in run["curve"]]
-            measured = [point[measure] for point in run["curve"]]
-            label = None if seed else line.label
-            # Dashed, since some curves coincide.
-            style = (2 * number, (4, number))
-            ax.plot(steps, measured, color=f"C{number}", linestyle=style, label=label)
-    ax.set(xlabel="step")
 
 
 def scale() -> Figure:
@@ -69,34 +37,15 @@ def scale() -> Figure:
     return figure
 
 
-def scaled() -> Figure:
-    """Plot loss and mean norm against n, and for AdamW at the same embedding learning rate."""
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True)
-    for column, (question, title) in enumerate(
-        (("scaled", "1.2M tokens"), ("scaled_longer", "4.9M tokens"))
-    ):
-        for row, (measure, label) in enumerate(
-            (("test_loss", "test loss"), ("mean_norm_ratio", "‖μ‖ʳ"))
-        ):
-            ax = panels[row][column]
-            for arm in get_args(Arm):
-                points = exponents(question, arm)
-                errors(ax, points, measure, color=COLORS[arm], label=LABELS[arm])
-            ax.set(ylabel=label)
-        panels[0][column].set(title=title)
-        panels[1][column].set(xlabel="n: the embeddings' learning rate times 2^(n/2)")
-    panels[0][0].legend()
-    return figure
-
-
 def sgd() -> Figure:
     """Plot the loss against the factor of SGD's learning rate."""
     figure = Figure(figsize=(5.5, 4), layout="constrained")
     ax = figure.subplots()
-    factors = [float(name.removeprefix("f=")) for name in QUESTIONS["sgd"]]
-    points = {f: Line("", "sgd", f"f={f:g}") for f in factors}
-    errors(ax, points, "test_loss", color="0.3", label="SGD")
+    names = {float(name.removeprefix("f=")): name for name in QUESTIONS["sgd"]}
+    losses = {f: values(Line("", "sgd", name), "test_loss") for f, name in names.items()}
+    losses = {f: seeds for f, seeds in losses.items() if seeds and all(map(math.isfinite, seeds))}
+    means, spread = ([of(x) for x in losses.values()] for of in (np.mean, partial(np.std, ddof=1)))
+    ax.errorbar([*losses], means, spread, marker="o", capsize=3, color="0.3", label="SGD")
     for line, color in zip(BASE, (ORANGE, BLUE)):
         mean = float(np.mean(values(line, "test_loss")))
         ax.axhline(mean, color=color, linestyle="--", label=line.label)
@@ -126,24 +75,6 @@ def second_moment() -> Figure:
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[0].set(yscale="log")
     panels[0].legend()
-    return figure
-
-
-def tying() -> Figure:
-    """Plot the drift of the output embeddings' mean, for tied and untied embeddings."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    ax = figure.subplots()
-    lines = [
-        dataclasses.replace(BASE[1], label="tied, coupled"),
-        *(
-            Line(f"untied, coupled {which}", "tying", f"untied coupled {which}")
-            for which in ("both", "input", "output")
-        ),
-        Line("untied, AdamW", "tying", "untied adamw"),
-    ]
-    curves(ax, lines, "mean_norm")
-    ax.set(ylabel="‖μ‖ of the output embeddings", yscale="log")
-    ax.legend()
     return figure
 
 
@@ -222,15 +153,7 @@ def lean() -> Figure:
     return figure
 
 
-FIGURES = (
-    scale,
-    scaled,
-    sgd,
-    second_moment,
-    tying,
-    bands,
-    lean,
-)
+FIGURES = (scale, sgd, second_moment, bands, lean)
 
 
 def main() -> None:

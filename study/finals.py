@@ -114,39 +114,34 @@ def at_best_rate(setting: str, arm: str) -> tuple[float, Lines]:
 def final_rates_table() -> Table:
     """AdamW, with decayed embeddings and without, LEAN and Ember, each at its own rate."""
     rows: list[list[str]] = []
-    above: dict[str, list[float]] = {}
+    above: dict[tuple[str, str], list[float]] = {pair: [] for pair in COMPARED}
     for setting in FINAL_SETTINGS:
         chosen = {
-            "AdamW": at_best_rate(setting, ADAMW),
-            "LEAN": at_best_rate(setting, LEAN),
-            "Ember": at_best_rate(setting, EMBER),
+            name: at_best_rate(setting, arm)
+            for name, arm in (("AdamW", ADAMW), ("LEAN", LEAN), ("Ember", EMBER))
         }
-        if tried := with_decay(setting):
-            chosen["AdamW, decay"] = best(tried)
-        factors = {name: f"{factor:.3g}" for name, (factor, _) in chosen.items()}
-        loss = shorthand([*seeds_of(chosen["AdamW"][1], "test_documents").values()], 3)
-        cells, numbers = {}, []
-        for ours, theirs in COMPARED:
-            each = (
-                differences(chosen[ours][1], chosen[theirs][1], "test_documents")
-                if {ours, theirs} <= chosen.keys()
-                else []
-            )
-            cells[ours, theirs] = f"{np.mean(each):+.3f}" if each else ""
+        chosen["AdamW, decay"] = best(tried) if (tried := with_decay(setting)) else (np.nan, ())
+        factors = {name: f"{x:.3g}".replace("nan", "") for name, (x, _) in chosen.items()}
+        cells, numbers = [], []
+        for pair in COMPARED:
+            ours, theirs = (chosen[name][1] for name in pair)
+            each = differences(ours, theirs, "test_documents")
+            cells.append(f"{np.mean(each):+.3f}" if each else "")
             if each:
-                above.setdefault(f"{ours} − {theirs}", []).append(float(np.mean(each)))
+                above[pair].append(float(np.mean(each)))
                 numbers.append(str(len(each)))
-        decay, lean, lean_decay, ember = cells.values()
+        loss = shorthand([*seeds_of(chosen["AdamW"][1], "test_documents").values()], 3)
+        decay, lean, lean_decay, ember = cells
         rows.append(
             [
-                *(setting, factors["AdamW"], loss, factors.get("AdamW, decay", ""), decay),
+                *(setting, factors["AdamW"], loss, factors["AdamW, decay"], decay),
                 *(factors["LEAN"], lean, lean_decay, factors["Ember"], ember),
                 ", ".join(dict.fromkeys(numbers)),
             ]
         )
     decay, lean, lean_decay, ember = map(mean_of_settings, above.values())
     rows.append(["mean", "", "", "", decay, "", lean, lean_decay, "", ember, ""])
-    of_decay, of_lean, of_both, of_ember = above
+    of_decay, of_lean, of_both, of_ember = (f"{ours} − {theirs}" for ours, theirs in COMPARED)
     header = ["setting", "AdamW: factor", "L of test documents ↓", "AdamW, decay: factor"]
     header += [of_decay, "LEAN: factor", of_lean, of_both, "Ember: factor", of_ember]
     return Table([*header, "pairs"], rows)

@@ -1,7 +1,6 @@
 """What the rule for the embeddings' rate costs LEAN."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -60,10 +59,10 @@ def _setting(label: str, steps: int, tried: Iterable[tuple[float, Lines]]) -> Se
     return Setting(label, steps, {seed: x for seed, x in losses.items() if len(x) > 1})
 
 
-def settings_of_the_finals(arm: str = LEAN) -> list[Setting]:
+def settings_of_the_finals() -> list[Setting]:
     """The thirteen settings, in their order."""
     return [
-        _setting(name, setting.overrides["training.steps"], at_rates(name, arm).items())
+        _setting(name, setting.overrides["training.steps"], at_rates(name, LEAN).items())
         for name, setting in FINAL_SETTINGS.items()
     ]
 
@@ -104,20 +103,3 @@ def table() -> Table:
     first, *others = RULES
     header = ["setting", "seeds", "best of those tried", first, f"cost of {first}"]
     return Table([*header, *(f"of {name}" for name in others)], rows)
-
-
-def fitted_anew() -> tuple[float, float]:
-    """C and the cap of C / steps that cost least in every other one of these settings.
-
-    After 9,768 steps a second rate was run when they had been chosen.
-    """
-    fitted = [x for x in settings_of_the_finals() if x.label != "9768 steps"][::2]
-    tried = itertools.product(
-        (15_000 * 2 ** (n / 2) for n in range(-2, 3)), (2 ** (n / 2) for n in range(7, 11))
-    )
-
-    def cost(constants: tuple[float, float]) -> float:
-        c, cap = constants
-        return float(np.nanmean([x.cost(min(cap, max(1.0, c / x.steps))) for x in fitted]))
-
-    return min(tried, key=cost)

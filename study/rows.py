@@ -47,13 +47,6 @@ def _at(*keys: str) -> Callable[[Run], float | None]:
     return value
 
 
-def mean_word_similarity(run: Run) -> float | None:
-    """The mean over the word-similarity sets with at least 20 usable pairs."""
-    sets = run.get("word_similarity", {}).values()
-    scores = [score["r"] for score in sets if score["pairs"] >= 20]
-    return float(np.mean(scores)) if scores else None
-
-
 def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
     """A function that returns a number of the last fit of a run's second moments."""
     return lambda run: times * run["second_moment"][-1][key]
@@ -62,7 +55,7 @@ def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
 MEASURES = {
     key: Measure(
         column.header,
-        mean_word_similarity if key == "word_similarity" else _at(key),
+        _at(key),
         column.digits,
         column.better or "higher",
     )
@@ -86,8 +79,6 @@ MEASURES = {
     "r_squared": Measure("R²", _at_the_end("r_squared"), 3, "higher"),
     "exponent": Measure("exponent", _at_the_end("exponent"), 2, "higher"),
 }
-NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
-"""Measures that the first runs of the study did not record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,16 +136,13 @@ def table(
         first: the header of the first column.
     """
     lines = [line for group in groups for line in group]
-    shown = [
-        name for name in measures if name not in NEWER or any(values(line, name) for line in lines)
-    ]
-    header = [first, *(MEASURES[name].header for name in shown), "p", "p, paired", "seeds"]
+    header = [first, *(MEASURES[name].header for name in measures), "p", "p, paired", "seeds"]
     tested = "test_loss" if "test_loss" in measures else measures[0]
     rows = []
     for group in groups:
         for line in group:
             rivals = [group[0]] if line is not group[0] else [*group[1:]] * (len(group) == 2)
-            cells = [cell(line, rivals, name) for name in shown]
+            cells = [cell(line, rivals, name) for name in measures]
             rows.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
     marked = not all(is_committed(run) for line in lines for run in runs(line).values())
     return Table(header, rows, notes=[UNCOMMITTED] if marked else [])

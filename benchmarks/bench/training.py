@@ -1,6 +1,5 @@
 """Timing of whole training steps (forward, backward, clipping, update) with both optimizers."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -16,54 +15,7 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import sequence_losses
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingSpeed:
-    """Times of training steps of a recipe's model, alternately with Coupled Adam and with AdamW.
-
-    Attributes:
-        parameters: the number of parameters of each model.
-        tokens: the number of tokens in a step.
-        samples: pairs of seconds: of a step with Coupled Adam, and of the adjacent step with AdamW.
-    """
-
-    recipe: str
-    parameters: int
-    tokens: int
-    samples: list[tuple[float, float]]
-
-    @property
-    def tokens_per_second(self) -> tuple[float, float]:
-        """The medians for Coupled Adam and for AdamW."""
-        coupled, adamw = (statistics.median(times) for times in zip(*self.samples))
-        return self.tokens / coupled, self.tokens / adamw
-
-    @property
-    def ratio(self) -> Quartiles:
-        """Coupled Adam's tokens per second relative to AdamW's, computed within each pair."""
-        return Quartiles.of(adamw / coupled for coupled, adamw in self.samples)
-
-    @property
-    def summary(self) -> str:
-        """One sentence for the terminal."""
-        coupled, adamw = self.tokens_per_second
-        ratio = self.ratio
-        return (
-            f"{self.recipe}: {self.parameters / 1e6:.1f}M parameters, {self.tokens:,} tokens a "
-            f"step: {coupled:,.0f} tokens/s with CoupledAdamW, {adamw:,.0f} with AdamW fused; "
-            f"ratio in pairs {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) {ratio.remark}"
-        ).rstrip()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields and a summary, for JSON."""
-        summary = {
-            "tokens_per_second": self.tokens_per_second,
-            "ratio": self.ratio,
-            "noisy": self.ratio.noisy,
-        }
-        return {**dataclasses.asdict(self), **summary}
-
-
-def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> TrainingSpeed:
+def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> dict[str, Any]:
     """Train two models on random tokens with fused optimizers, with alternating steps.
 
     The gradients are clipped by ``clip_grad_norm_``.
@@ -74,6 +26,10 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
         recipe: its model, batch size and optimizer options are used, but not its data.
         device: the device of the models.
         steps: the number of timed steps of each optimizer, 2 at least.
+
+    Returns:
+        For JSON, what was timed; ``samples`` are pairs of seconds, of a step with Coupled Adam and
+        of the adjacent one with AdamW, and ``ratio`` is of tokens per second within each pair.
     """
     coupled_step = _training_step(recipe, device, coupled=True)
     adamw_step = _training_step(recipe, device, coupled=False)
@@ -82,7 +38,27 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
         step()
     rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)
     samples = [(a, b) for a, b in rounds]
-    return TrainingSpeed(recipe.name, parameters(recipe), recipe.tokens_per_step, samples)
+    ratio = Quartiles.of(adamw / coupled for coupled, adamw in samples)
+    tokens = recipe.tokens_per_step
+    return {
+        "recipe": recipe.name,
+        "parameters": parameters(recipe),
+        "tokens": tokens,
+        "samples": samples,
+        "tokens_per_second": [tokens / statistics.median(times) for times in zip(*samples)],
+        "ratio": ratio,
+        "noisy": ratio.noisy,
+    }
+
+
+def summary(speed: dict[str, Any]) -> str:
+    """One sentence for the terminal."""
+    ratio, (coupled, adamw) = speed["ratio"], speed["tokens_per_second"]
+    return (
+        f"{speed['recipe']}: {speed['parameters'] / 1e6:.1f}M parameters, {speed['tokens']:,} "
+        f"tokens a step: {coupled:,.0f} tokens/s with CoupledAdamW, {adamw:,.0f} with AdamW fused; "
+        f"ratio in pairs {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) {ratio.remark}"
+    ).rstrip()
 
 
 def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[], float]:

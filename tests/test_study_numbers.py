@@ -820,10 +820,10 @@ def test_new_tokens():
         said(
             "**With all rows trained**... LEAN's test loss was # below that of AdamW with the "
             "usual betas, and # and # below that of AdamW with betas 0, 0.999. Momentum raised it "
-            "by #.",
+            "by # and #.",
             loss[tied, False, adamw] - lean,
             *(loss[kind, False, tuned] - loss[kind, False, "LEAN"] for kind in (True, False)),
-            loss[tied, False, momentum] - lean,
+            *(loss[kind, False, momentum] - loss[kind, False, "LEAN"] for kind in (True, False)),
             page=PRACTICE,
         )
         frozen = [value for (t, masked, _), value in loss.items() if (t, masked) == (tied, True)]

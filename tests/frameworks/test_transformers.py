@@ -298,6 +298,7 @@ def test_the_page_names_the_versions_that_are_tried():
     root = Path(__file__).parents[2]
     pinned = (root / "constraints.txt").read_text()
     pinned += (Path(__file__).parent / "requirements.txt").read_text()
+    pinned += (root / "Makefile").read_text().replace(" torchrec==", "\ntorchrec==")
     page = (root / "docs" / "frameworks.md").read_text()
     named = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", page)
     assert len(named) > 10

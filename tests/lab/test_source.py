@@ -136,7 +136,7 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path, texts):
     # A recipe that needs fewer tokens may find enough of them in a part.
     few = Data(hub=str(tmp_path), hub_documents=99, max_tokens=10)
     assert next(open_source(few, 300).documents["train"]) == texts[0]
-    with pytest.raises(UsageError, match=f"it has {len(texts) + 1} documents, and .* has 99"):
+    with pytest.raises(UsageError, match=f"it has {len(texts) + 1} documents of 99"):
         read(few)
     assert read(dataclasses.replace(few, hub_documents=len(texts) + 1)) == texts
 

@@ -100,8 +100,9 @@ class RunLog(pl.Callback):
         # A set, as tied embeddings are one matrix.
         tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
         states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
+        tensors = [v for state in states for v in state if isinstance(v, torch.Tensor)]
         # Of sharded tensors this is the size on all processes together. Scalars count the steps.
-        sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
+        sizes = [v.numel() * v.element_size() for v in tensors if v.ndim]
         measures = {"embedding_state_bytes": sum(sizes), **self._measures(trainer, module)}
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)

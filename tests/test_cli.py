@@ -297,14 +297,15 @@ def test_a_result_replaces_nothing_unasked(tmp_path, capsys):
 
 
 def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeypatch):
-    """The numbers are on standard output, and the error names the file."""
-    full = Mock(side_effect=OSError(28, "No space left on device", str(tmp_path / "x.html")))
+    """The numbers are on standard output, and the error names the file, in its own words."""
+    reason = "No space left on this device"
+    full = Mock(side_effect=OSError(28, reason, str(tmp_path / "x.html")))
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
     monkeypatch.setattr("coupled_adam.outputs.write_atomically", full)
     assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out
-    assert err == f"coupled-adam: error: No space left on device: {tmp_path / 'x.html'}\n"
+    assert err == f"coupled-adam: error: {reason}: {tmp_path / 'x.html'}\n"
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])

@@ -112,7 +112,7 @@ def _explained(error: BaseException, command: str, resume: str) -> tuple[int, st
         case OSError() if error.errno is not None:
             path = error.filename2 or error.filename  # where something was to be renamed to
             where = "" if path is None else f": {path}"
-            return 1, one_line(f"{os.strerror(error.errno)}{where}{resume}")
+            return 1, one_line(f"{error.strerror or os.strerror(error.errno)}{where}{resume}")
         case _ if lacks_resources(error):
             return 1, f"out of memory or threads: {one_line(error)}{resume}"
     return 0, ""

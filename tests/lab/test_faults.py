@@ -511,7 +511,7 @@ def damages(path):
 FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]
 
 
-@pytest.mark.parametrize("every", [40, pytest.param(11, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [40, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, capsys):
     """Each command reads them, or ends with one line that names the run; none ends in a bug."""

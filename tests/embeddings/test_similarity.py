@@ -128,6 +128,7 @@ def test_other_dialects(name, text, tmp_path):
         "set1.csv": "Word 1,Word 2,Human (mean),1,2\nNew York,city,8,9,7\na,b,0.5,0,1\n",
         "before.csv": "Word 1,Word 2,1,2,Average\nNew York,city,9,7,8\na,b,0,1,0.5\n",
         "deviation.csv": "term_a,term_b,sd,mean\nNew York,city,1.4,8\na,b,0.7,0.5\n",
+        "std_mean.csv": "word1,word2,mean,std_mean\nNew York,city,8,1.4\na,b,0.5,0.7\n",
         "two.csv": "w,v,human_sd,human_n,Score\nNew York,city,3,2,8\na,b,2,9,0.5\n",
         "meaning.csv": "a,b,meaning,sd,score\nNew York,city,x,1,8\na,b,y,2,0.5\n",
         "gloss.csv": "New York,city,a mean place,8\na,b,y,0.5\n",

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file, by its name, with its folders where
     two have the same. A file has two words in each line and the rating in the only column with
     numbers or, of several, in the only one that the first line calls mean, average, score or
-    rating. Lines that begin with # are comments.
+    rating, or whose name contains that. Lines that begin with # are comments.
 
     Raises:
         ValueError: if there is no set, or a line has an unexpected format.
@@ -286,7 +287,9 @@ def _read(path: Path) -> WordSimilaritySet:
     column, *more = numbers or [2]
     if more and path.name not in _PUBLISHED:  # in those it is the first number
         names = [first[i] if is_header and i < len(first) else f"column {i + 1}" for i in numbers]
-        named = [i for i, name in zip(numbers, names) if re.search("|".join(_RATINGS), name, re.I)]
+        is_named = [re.search("|".join(_RATINGS), name, re.I) for name in names]
+        is_exact = [name.lower() in _RATINGS for name in names]  # mean, and not std_mean
+        named = [*compress(numbers, is_exact)] or [*compress(numbers, is_named)]
         if len(named) != 1:
             raise ValueError(
                 f"{path} has several columns with numbers ({', '.join(names)}), and it is not "

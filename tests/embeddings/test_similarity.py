@@ -59,7 +59,8 @@ def test_published_formats(tmp_path):
 @pytest.mark.parametrize(
     ("names", "keys"),
     [
-        (["a/en.csv", "b/en.csv", "de.csv"], ["a/en.csv", "b/en.csv", "de.csv"]),
+        (["a/en.csv", "b/en.csv"], ["a/en", "b/en"]),
+        (["a/en.csv", "a/en.tsv", "de.csv"], ["en.csv", "en.tsv", "de"]),
         (["a/rw.txt", "b/rw.txt", "b/SimLex-999.txt"], ["a/RW", "b/RW", "SimLex-999"]),
     ],
 )
@@ -238,8 +239,9 @@ def test_any_file_of_pairs_with_ratings(name, text, tmp_path):
     (tmp_path / "README.txt").write_text("about the sets")
     (tmp_path / name).write_text(text)
     expected = WordSimilaritySet((("sun", "sunlight"), ("run", "quick")), (50.0, 20.5))
-    assert read_word_similarity(tmp_path) == {name: expected}
-    assert read_word_similarity(tmp_path / name) == {name: expected}
+    stem = name.rpartition(".")[0]
+    assert read_word_similarity(tmp_path) == {stem: expected}
+    assert read_word_similarity(tmp_path / name) == {stem: expected}
 
 
 def test_embeddings_without_a_direction_are_left_out():

@@ -107,7 +107,7 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
     names = dict(zip(_PUBLISHED, _NAMES))
     folder = Path(place)
     if folder.is_file():
-        return {names.get(folder.name, folder.name): _read(folder)}
+        return {names.get(folder.name, folder.stem): _read(folder)}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     # The published sets first, in the paper's order.
     paths = [path for file in names for path in files if path.name == file]
@@ -117,7 +117,9 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED)}"
         )
-    keys = shortest_names([path.with_name(names.get(path.name, path.name)) for path in paths])
+    short = shortest_names([path.with_name(names.get(path.name, path.stem)) for path in paths])
+    whole = shortest_names(paths)  # for files that differ by their endings alone
+    keys = [name if short.count(name) == 1 else other for name, other in zip(short, whole)]
     return {key: _read(path) for key, path in zip(keys, paths)}
 
 

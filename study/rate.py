@@ -59,10 +59,10 @@ def _setting(label: str, steps: int, tried: Iterable[tuple[float, Lines]]) -> Se
     return Setting(label, steps, {seed: x for seed, x in losses.items() if len(x) > 1})
 
 
-def settings_of_the_finals() -> list[Setting]:
+def settings_of_the_finals(arm: str = LEAN) -> list[Setting]:
     """The thirteen settings, in their order."""
     return [
-        _setting(name, setting.overrides["training.steps"], at_rates(name, LEAN).items())
+        _setting(name, setting.overrides["training.steps"], at_rates(name, arm).items())
         for name, setting in FINAL_SETTINGS.items()
     ]
 

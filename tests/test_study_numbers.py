@@ -15,7 +15,10 @@ import memory_table
 import numpy as np
 import pytest
 from scipy import stats
+from study import finals
 from study.questions import FINAL_SETTINGS, SETTINGS
+from study.rate import settings, settings_of_the_finals
+from study.rows import Line
 
 ROOT = Path(__file__).parent.parent
 COMPARISONS, RATE, WIDER = (f"docs/study/{name}.md" for name in ("optimizers", "rate", "wider"))
@@ -58,6 +61,12 @@ def mean(question, name, value="valid"):
     return np.mean([*seeds(question, name, value).values()])
 
 
+def arm_of(question, name):
+    """The options of the one arm of a run."""
+    (arm,) = results(question)[name]["recipe"]["arms"].values()
+    return arm
+
+
 def differences(name, baseline, value="valid"):
     """Those of the runs of two names, as (question, name), with the same seeds."""
     ours, theirs = seeds(*name, value), seeds(*baseline, value)
@@ -68,6 +77,12 @@ def best_run(question, start, seed=1):
     """The name with the lowest validation loss of a seed, of those that begin so."""
     names = [name for name in results(question) if name.startswith(start)]
     return min(names, key=lambda name: seeds(question, name, "valid")[seed])
+
+
+def above_and_p(name, baseline, value):
+    """How much higher the mean is, with the two-sided p of Student's test."""
+    ours, theirs = ([*seeds(*of, value).values()] for of in (name, baseline))
+    return np.mean(ours) - np.mean(theirs), stats.ttest_ind(ours, theirs).pvalue
 
 
 def middle_and_interval(values):
@@ -190,18 +205,13 @@ def test_the_betas():
     usual = mean("betas_longer", "adamw 0.9 0.95 n=0", "documents")
     lower = usual - mean(*ADAMW_LONGER, "documents")
     said("| Which betas? | ...: # lower than 0.9, 0.95 after 9,768 steps", lower, page=STUDY)
-    with_momentum, without = (
-        [*seeds("betas_longer", name, "documents").values()]
-        for name in ("adamw 0.9 0.999 n=1", "adamw 0 0.999 n=2")
-    )
     said(
         "its loss is # above that at 0, 0.999, which may be chance (p = #;",
-        np.mean(with_momentum) - np.mean(without),
-        stats.ttest_ind(with_momentum, without).pvalue,
+        *above_and_p(("betas_longer", "adamw 0.9 0.999 n=1"), ADAMW_LONGER, "documents"),
     )
     usual, best = (
-        np.array(first("betas", f"adamw {name} n=5", "documents_of_bands"))
-        for name in ("0.9 0.95", "0 0.99")
+        np.array(first("betas", f"adamw {betas} n=5", "documents_of_bands"))
+        for betas in ("0.9 0.95", "0 0.99")
     )
     *frequent, _, _, _, rarest = usual - best
     sentence = "loses # on the rarer half of the vocabulary, and # to # on frequent tokens"
@@ -252,86 +262,19 @@ def test_momentum():
 
 # --- the finals ---
 
-# The optimizers of the finals, and their earlier runs where "finals" does not have them
-EARLIER = {
-    "adamw 0 0.999": {
-        **dict.fromkeys(SETTINGS, "settings"),
-        "2400 steps": ("betas", "adamw 0 0.999 n=5"),
-        "9768 steps": ("betas_longer", "adamw 0 0.999 n=2"),
-    },
-    "lean2 0 0.99": {},
-    "ember free": {
-        **dict.fromkeys(SETTINGS, "ember_and_free"),
-        "2400 steps": ("zero_sum", "ember free n=7"),
-        "9768 steps": ("one_pass_longer", "ember free n=2"),
-    },
-}
 
-
-def finalist(setting, arm):
-    """The earlier runs of an arm in a setting."""
-    earlier = EARLIER[arm].get(setting, ("finals", f"{setting} {arm}"))
-    if isinstance(earlier, str):
-        earlier = earlier, best_run(earlier, f"{setting} {arm} n=", seed=4)
-    return earlier
-
-
-def at_rates(arm, setting):
-    """The runs of an arm in a setting by their factor, the earlier one first."""
-    beside = (("final_rates", name) for name in results("final_rates"))
-    tried = [
-        finalist(setting, arm),
-        *(run for run in beside if run[1].startswith(f"{setting} {arm} x")),
-    ]
-    by_factor = {}
-    for question, name in tried:
-        (options,) = results(question)[name]["recipe"]["arms"].values()
-        by_factor[options["lr_factor"]] = question, name
-    return by_factor
-
-
-def with_decay(arm, setting):
-    """The same with embeddings that decay: the runs by factor, which two questions may have."""
-    by_factor = {}
-    for question in ("finals", "rivals"):
-        if (ROOT / f"study/results/{question}.json").exists():
-            for name, run in results(question).items():
-                if name.startswith(f"{setting} {arm} decay=0.02"):
-                    (options,) = run["recipe"]["arms"].values()
-                    by_seed = by_factor.setdefault(round(options["lr_factor"], 6), {})
-                    by_seed |= seeds(question, name)
-    return by_factor
-
-
-def of_best_rate(by_factor, value):
-    """By seed, of the runs that the first seed's validation loss chooses."""
-    chooser = min(seed for runs in by_factor.values() for seed in runs)
-    best = min(
-        (runs for runs in by_factor.values() if chooser in runs),
-        key=lambda runs: runs[chooser]["valid_loss"],
-    )
-    return {seed: VALUES[value](run) for seed, run in best.items()}
-
-
-def at_own_rate(arm, setting):
-    """The factor and the runs that the first seed's validation loss chooses."""
-    tried = at_rates(arm, setting)
-    if setting == "9768 steps":  # the one of five seeds
-        return next(iter(tried.items()))
-    first_seed = min(seeds(*next(iter(tried.values()))))
-    return min(tried.items(), key=lambda entry: seeds(*entry[1], "valid")[first_seed])
+def best_rate_above(setting, arm, baseline):
+    """How much higher its loss on test documents is, with the same seeds, at its own rate."""
+    _, ours = finals.at_best_rate(setting, arm)
+    return np.mean(finals.differences(ours, baseline, "test_documents"))
 
 
 def test_the_finals():
     """LEAN minus AdamW, each at its own rate: what three pages say of the table."""
     lean = {
-        setting: np.mean(
-            differences(
-                *(at_own_rate(arm, setting)[1] for arm in ("lean2 0 0.99", "adamw 0 0.999")),
-                "documents",
-            )
-        )
+        setting: best_rate_above(setting, finals.LEAN, adamw)
         for setting in FINAL_SETTINGS
+        for _, adamw in [finals.at_best_rate(setting, finals.ADAMW)]
     }
     average, low, high = middle_and_interval([*lean.values()])
     longest = middle_and_interval(differences(LEAN_LONGER, ADAMW_LONGER, "documents"))
@@ -359,11 +302,10 @@ def test_adamw_with_decay():
     """It is the lower one where the rate falls, which LEAN is held against, too."""
     below, above = {}, {}
     for setting in FINAL_SETTINGS:
-        if decayed := with_decay("adamw 0 0.999", setting):
-            decay = of_best_rate(decayed, "documents")
-            for arm, changes in (("adamw 0 0.999", below), ("lean2 0 0.99", above)):
-                ours = seeds(*at_own_rate(arm, setting)[1], "documents")
-                changes[setting] = np.mean([ours[s] - decay[s] for s in ours.keys() & decay.keys()])
+        if tried := finals.with_decay(setting):
+            _, decay = finals.best(tried)
+            below[setting] = best_rate_above(setting, finals.ADAMW, decay)
+            above[setting] = best_rate_above(setting, finals.LEAN, decay)
     constant, of_adamw = above.pop("constant"), below.pop("constant")
     assert of_adamw < -0.05  # far worse at a constant rate
     said(
@@ -376,45 +318,42 @@ def test_adamw_with_decay():
 def test_what_the_finals_decide():
     """By the rules that were written down first, decay and zero-sum updates."""
     shown = []
-    for arm, change in itertools.product(
-        ("lean2 0 0.99", "adamw 0 0.999"), (" decay=0.02", " free")
+    for arm, change in (
+        (finals.LEAN, "decay=0.02"),
+        (finals.LEAN, "free"),
+        (finals.ADAMW, "decay=0.02"),
     ):
         changes = {
-            setting: np.mean(differences(("finals", f"{setting} {arm}{change}"), earlier))
+            setting: np.mean(finals.differences([line], [earlier], "valid_loss"))
             for setting in FINAL_SETTINGS
-            for earlier in (finalist(setting, arm),)
-            if f"{setting} {arm}{change}" in results("finals")
+            for line in [Line("", "finals", f"{setting} {arm} {change}")]
+            for earlier in [finals.finalist(setting, arm)]
+            if line.name in results("finals")
         }
-        if not changes:
-            continue
         assert len(changes) == 11
-        assert np.mean([*changes.values()]) > -0.004  # neither is taken
         shown.append(np.mean([*changes.values()]))
-        if "decay" in change:
+        assert shown[-1] > -0.004  # neither is taken
+        if change != "free":
             assert max(changes.values()) == changes["constant"] > 0.01
     said("It rises by # with decay and by # without zero-sum updates, in eleven", *shown[:2])
     small = results("small_batches")
     assert all(name.startswith("512 lean2 0 0.99 a=0.5 x") for name in small)
     half = min(seeds("small_batches", name, "valid")[4] for name in small)
-    gain = seeds(*at_own_rate("lean2 0 0.99", "512")[1], "valid")[4] - half
+    _, lean = finals.at_best_rate("512", finals.LEAN)
+    gain = finals.seeds_of(lean, "valid_loss")[4] - half
     assert 0 < gain < 0.01
     said("With 512 tokens a step a = 0.5 gains #, where", gain)
 
 
 def test_one_moment_for_each_row():
     """Minus LEAN at the same rates, with seed 4."""
-    above = {
-        setting: seeds("row_moments", name, "documents")[4]
-        - seeds("finals", f"{setting} lean2 0 0.99", "documents")[4]
-        for name in results("row_moments")
-        for setting in (name.partition(" row_moment")[0],)
-    }
-    assert above.keys() == SETTINGS.keys()
+    above = {}
     for name in results("row_moments"):
         setting = name.partition(" row_moment")[0]
-        (ours,) = results("row_moments")[name]["recipe"]["arms"].values()
-        (lean,) = results("finals")[f"{setting} lean2 0 0.99"]["recipe"]["arms"].values()
-        assert ours["lr_factor"] == pytest.approx(lean["lr_factor"])
+        ours, lean = ("row_moments", name), ("finals", f"{setting} lean2 0 0.99")
+        assert arm_of(*ours)["lr_factor"] == pytest.approx(arm_of(*lean)["lr_factor"])
+        above[setting] = seeds(*ours, "documents")[4] - seeds(*lean, "documents")[4]
+    assert above.keys() == SETTINGS.keys()
     average, low, high = middle_and_interval([*above.values()])
     assert low < 0  # not shown to be worth them
     assert sorted(above, key=above.get)[-2:] == ["V=16384", "H=128"]
@@ -470,9 +409,9 @@ def test_the_first_page():
 
 
 def test_others_with_little_state():
-    lean = at_own_rate("lean2 0 0.99", "2400 steps")[1]
+    _, [lean] = finals.at_best_rate("2400 steps", finals.LEAN)
     names = [
-        *(ADAMW, lean, ("zero_sum", "ember free n=7")),
+        *(ADAMW, (lean.question, lean.name), ("zero_sum", "ember free n=7")),
         *(("table_rules", "adafactor free n=7"), ("peers", "row_moment 0 0.99 n=5")),
     ]
     assert {len(seeds(*name)) for name in names} == {3}
@@ -541,16 +480,12 @@ def test_geometry():
 
 def test_coupled_adam():
     ours, theirs = ("paper_ratio", "coupled n=0"), ("paper_ratio", "adamw n=0")
-    losses = [[*seeds(*name, "test").values()] for name in (ours, theirs)]
-    p = stats.ttest_ind(*losses).pvalue
-    said("is #, with p = # two-sided", np.mean(losses[1]) - np.mean(losses[0]), p)
+    above, p = above_and_p(theirs, ours, "test")
+    said("is #, with p = # two-sided", above, p)
     assert 16 * p > 0.05  # a hint among sixteen tests
-    losses = [[*seeds("between", name, "test").values()] for name in ("coupled n=6", "adamw n=9")]
-    assert [*map(len, losses)] == [5, 5]
-    said(
-        "AdamW is ahead by # (p = #, five seeds)",
-        *(np.mean(losses[0]) - np.mean(losses[1]), stats.ttest_ind(*losses).pvalue),
-    )
+    ours, theirs = ("between", "coupled n=6"), ("between", "adamw n=9")
+    assert [len(seeds(*name)) for name in (ours, theirs)] == [5, 5]
+    said("AdamW is ahead by # (p = #, five seeds)", *above_and_p(ours, theirs, "test"))
     cost = [
         mean("warmup", f"warmup=0 {arm} n=0", "test")
         - mean("warmup", f"warmup=100 {arm} n=0", "test")
@@ -559,21 +494,19 @@ def test_coupled_adam():
     said("Without warmup AdamW's loss is # higher, and Coupled Adam's #", *cost)
     higher = []
     for model in ("untied", "rotary", "1.1M"):
-        best = [
-            min(
-                (name for name in results("between_models") if name.startswith(f"{model} {arm} ")),
-                key=lambda name: mean("between_models", name),
+        ours, theirs = (
+            mean(
+                "between_models", min(tried, key=lambda name: mean("between_models", name)), "test"
             )
             for arm in ("coupled", "adamw")
-        ]
-        losses = [mean("between_models", name, "test") for name in best]
-        higher.append(losses[0] - losses[1])
+            for tried in [[n for n in results("between_models") if n.startswith(f"{model} {arm} ")]]
+        )
+        higher.append(ours - theirs)
     said("by # untied (0.63M parameters), # with rotary positions (0.37M) and # at H", *higher)
-    coupled, plain = (
-        [*seeds("tying", f"untied {name}", "test").values()] for name in ("coupled input", "adamw")
-    )
-    p = stats.ttest_ind(coupled, plain, alternative="less").pvalue
-    said("coupling the input lowers the loss (p = #;", p)
+    coupled, plain = (("tying", f"untied {name}") for name in ("coupled input", "adamw"))
+    lower, p = above_and_p(coupled, plain, "test")
+    assert lower < 0
+    said("coupling the input lowers the loss (p = #;", p / 2)
 
 
 def test_coupled_adam_at_one_rate():
@@ -606,48 +539,36 @@ def cost_at(by_seed, factor):
     return np.mean(known) if known else np.nan
 
 
-def tried_factors(setting, arm="lean2 0 0.99"):
-    """The steps of a setting, and LEAN's losses by factor for each seed with several factors."""
-    if setting in FINAL_SETTINGS:
-        lines = at_rates(arm, setting)
-    else:
-        lines = {16 * m: ("fewest_steps", f"{setting} lean2 0 0.99 x{m}") for m in (1, 2, 4)}
-    runs = {factor: seeds(*line, "valid") for factor, line in lines.items()}
-    by_seed = [
-        {factor: runs[factor][seed] for factor in runs if seed in runs[factor]}
-        for seed in sorted({seed for run in runs.values() for seed in run})
-    ]
-    recipes = [results(question)[name]["recipe"] for question, name in lines.values()]
-    (steps,) = {recipe["training"]["steps"] for recipe in recipes}
-    return steps, [losses for losses in by_seed if len(losses) > 1]
-
-
-def mean_cost(constants, names, without=(), arm="lean2 0 0.99"):
+def mean_cost(constants, settings, without=()):
     """Of min(cap, C / steps) in some settings, without the runs of some settings and factors."""
     c, cap = constants
     costs = []
-    for name in names:
-        steps, losses = tried_factors(name, arm)
-        kept = [{f: x[f] for f in x if (name, f"{f:.3g}") not in without} for x in losses]
-        factor = min(cap, max(1, c / steps))
-        costs.append(cost_at([x for x in kept if len(x) > 1], factor))
+    for setting in settings:
+        kept = (
+            {f: loss for f, loss in losses.items() if (setting.label, f"{f:.3g}") not in without}
+            for losses in setting.losses.values()
+        )
+        factor = min(cap, max(1, c / setting.steps))
+        costs.append(cost_at([losses for losses in kept if len(losses) > 1], factor))
     return np.nanmean(costs)
 
 
 def test_what_the_rule_costs():
     rule, predecessor = (30_000, 16), (15_000, 16)
-    each = [mean_cost(rule, [name]) for name in FINAL_SETTINGS]
+    lean = settings_of_the_finals()
+    each = [mean_cost(rule, [setting]) for setting in lean]
     said("**30,000 / steps costs # on average and # at most**", np.mean(each), max(each), page=RATE)
-    assert mean_cost(rule, ["150 steps"]) > mean_cost(rule, ["300 steps"]) > 0.04
-    names = [name for name in FINAL_SETTINGS if name != "9768 steps"]
-    tested = [mean_cost(constants, names[1::2]) for constants in (rule, predecessor)]
+    fewest = {setting.label: mean_cost(rule, [setting]) for setting in settings()}
+    assert fewest["150 steps"] > fewest["300 steps"] > 0.04
+    fitted, held_out = lean[:-1:2], lean[1:-1:2]  # without 9,768 steps
+    tested = [mean_cost(constants, held_out) for constants in (rule, predecessor)]
     said("it costs #, and its predecessor, 15,000 / steps, #; most", *tested, page=RATE)
     for constants in (rule, predecessor):
-        others = [name for name in names[1::2] if name != "512"]
+        others = [setting for setting in held_out if setting.label != "512"]
         said("without which both cost #.", mean_cost(constants, others), page=RATE)
-    of_adamw = mean_cost(rule, FINAL_SETTINGS, arm="adamw 0 0.999")
+    of_adamw = mean_cost(rule, settings_of_the_finals(finals.ADAMW))
     said("at a cost of # on average", of_adamw, page=RATE)
-    faster = mean_cost((30_000 * 2**0.5, 16), FINAL_SETTINGS)
+    faster = mean_cost((30_000 * 2**0.5, 16), lean)
     said("√2 times as much would cost #", faster, page=RATE)
     # The fit, with and without the runs that replaced what had been continued beyond the others
     grid = [
@@ -656,9 +577,9 @@ def test_what_the_rule_costs():
     added = {("512", "3.12"), ("1k", "6.25"), ("untied", "16"), ("rotary", "16")}
     added |= {("2400 steps", "11.3")}
     for without in ((), added):
-        best = min(grid, key=lambda constants: mean_cost(constants, names[::2], without))
+        best = min(grid, key=lambda constants: mean_cost(constants, fitted, without))
         assert best == pytest.approx(rule)
-        after, before = (mean_cost(x, names[1::2], without) for x in (rule, predecessor))
+        after, before = (mean_cost(x, held_out, without) for x in (rule, predecessor))
         assert after < before - 0.005
 
 
@@ -681,8 +602,8 @@ def test_low_rates_in_small_batches():
 
 def test_when_zero_sum_updates_begin():
     def change(setting):
-        later, today = (f"{setting} {x} x1" for x in ("limit later", "limit"))
-        return np.mean(differences(("formula", later), ("formula", today), value="valid"))
+        later, today = (("formula", f"{setting} {x} x1") for x in ("limit later", "limit"))
+        return np.mean(differences(later, today))
 
     low = [change(f"{setting} low") for setting in ("512", "1.2M", "2400 steps")]
     tuned = [change(setting) for setting in ("constant", "1.2M", "untied", "512", "16k")]
@@ -692,7 +613,7 @@ def test_when_zero_sum_updates_begin():
         "is #, # and # lower in three settings at low rates, and # lower on average over five",
         *(-x for x in low),
         -np.mean(tuned),
-        page="docs/study/README.md",
+        page=STUDY,
     )
 
 
@@ -777,8 +698,11 @@ def test_hashed_bigrams():
 def test_all_runs_of_one_adamw():
     """The loss after 20M tokens at the usual betas, with the runs of a later question, too."""
     coupled = [*seeds("paper_ratio", "coupled n=0", "test").values()]
-    planned, later = ("paper_ratio", "adamw n=0"), ("betas_longer", "adamw 0.9 0.95 n=0")
-    adamw = [loss for runs in (planned, later) for loss in seeds(*runs, "test").values()]
+    planned, later = (
+        [*seeds(*runs, "test").values()]
+        for runs in (("paper_ratio", "adamw n=0"), ("betas_longer", "adamw 0.9 0.95 n=0"))
+    )
+    adamw = planned + later
     assert len(adamw) == 8
     student, welch = (stats.ttest_ind(coupled, adamw, equal_var=x).pvalue for x in (True, False))
     said(
@@ -786,7 +710,6 @@ def test_all_runs_of_one_adamw():
         *(np.mean(adamw) - np.mean(coupled), student, welch),
         page=PAPER,
     )
-    planned = [*seeds(*planned, "test").values()]
     alone = stats.ttest_ind(coupled, planned, alternative="less").pvalue
     said("p is # alone", alone, page=PAPER)
 

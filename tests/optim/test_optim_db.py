@@ -23,5 +23,5 @@ def test_optim_db():
         cwd=CASES.parents[2],
     )
     assert result.returncode == 0, result.stdout[-10_000:] + result.stderr[-2_000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 2500
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 800
     assert "skipped" not in result.stdout

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -378,23 +379,31 @@ def test_two_runs_of_one_folder(lab):
 # --- processes that end ---
 
 
+KILLED, ENDED = ["step-10"], ["step-30", "step-40"]
+
+
 @pytest.mark.parametrize(
-    ("fault", "checkpoints"),
+    ("fault", "code", "said", "checkpoints"),
     [
-        ("checkpoint 2", ["step-10"]),  # half of it is written
-        ("rename 2", ["step-10"]),  # it has no name yet
-        ("model 1", ["step-30", "step-40"]),
-        ("evaluation 1", ["step-30", "step-40"]),
+        ("checkpoint 2", -signal.SIGKILL, "", KILLED),  # half of it is written
+        ("rename 2", -signal.SIGKILL, "", KILLED),  # it has no name yet
+        ("model 1", -signal.SIGKILL, "", ENDED),
+        ("evaluation 1", -signal.SIGKILL, "", ENDED),
+        ("interrupt 2", 130, "interrupted; continue with --resume", KILLED),  # in a checkpoint
+        ("term 1", 75, "stopped by SIGTERM; continue with --resume", ENDED),
     ],
 )
-def test_killed_while_it_writes(lab, fault, checkpoints):
-    """kill -9 in the middle: what was whole is there, and the run goes on from it."""
-    lab.run("cut", *ARM, *SHORT, fault=fault, code=-signal.SIGKILL)
+def test_killed_while_it_writes(lab, fault, code, said, checkpoints):
+    """kill -9, Ctrl-C or SIGTERM in the middle: the run goes on from what was whole."""
+    stderr = lab.run("cut", *ARM, *SHORT, fault=fault, code=code)
+    assert "Traceback" not in stderr
     folder = lab.folder / "cut" / "checkpoints"
     assert lab.checkpoints("cut") == checkpoints
+    if said:
+        assert said in error(stderr)
+        assert not (folder / "unfinished").exists()
     lab.run("cut", *ARM, *SHORT, "--resume")
-    names = sorted(path.name for path in folder.iterdir())
-    assert names == ["checksums.json", "step-30", "step-40"]
+    assert {path.name for path in folder.iterdir()} == {"checksums.json", *ENDED}
     assert [path.name for path in folder.parent.rglob(".*")] == [".lock"]
     lab.assert_equal("cut", *ARM, *SHORT)
 
@@ -419,24 +428,6 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
     assert "Traceback" not in re.sub(ignored, "", stderr)
     lab.run("cut", *ARM, *LONG, "--resume")
     lab.assert_equal("cut", *ARM, *LONG)
-
-
-@pytest.mark.parametrize(
-    ("fault", "code", "said", "checkpoints"),
-    [
-        ("interrupt 2", 130, "interrupted; continue with --resume", ["step-10"]),  # in a checkpoint
-        ("term 1", 75, "stopped by SIGTERM; continue with --resume", ["step-30", "step-40"]),
-    ],
-)
-def test_signals_beside_the_training(lab, fault, code, said, checkpoints):
-    """Ctrl-C while a checkpoint is written, SIGTERM while the model is tested: one line."""
-    stderr = lab.run("cut", *ARM, *SHORT, fault=fault, code=code)
-    assert said in error(stderr)
-    assert "Traceback" not in stderr
-    assert lab.checkpoints("cut") == checkpoints
-    assert not (lab.folder / "cut" / "checkpoints" / "unfinished").exists()
-    lab.run("cut", *ARM, *SHORT, "--resume")
-    lab.assert_equal("cut", *ARM, *SHORT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -508,42 +499,6 @@ def damages(path):
                 yield before + json.dumps({**content, key: {**value, inner: [{}]}}) + "\n"
 
 
-FILES = ["config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"]
-
-
-@pytest.mark.parametrize("every", [40, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FILES)
-def test_damaged_files_of_a_run(name, every, trained, tmp_path, monkeypatch, capsys):
-    """Each command reads them, or ends with one line that names the run; none ends in a bug."""
-    folder, corpus = trained
-    for place in ("comparison", "data.corpus"):
-        monkeypatch.setattr(f"coupled_adam.lab.{place}.prepare_corpus", lambda *_: corpus)
-    whole, run = shutil.copytree(folder, tmp_path / "whole"), tmp_path / "run"
-    evaluate_run(read_run(whole), corpus)
-    commands = [
-        ["report", run, "--out", tmp_path / "report"],
-        ["evaluate", run, "--device=cpu", "--batches=1"],
-        ["train", "--arm=adamw", "--device=cpu", "--logger", "--resume", "--out", run],
-    ]
-    refused = 0
-    for number, damage in enumerate([*damages(whole / name)][::every]):
-        command = commands[number % len(commands)]
-        shutil.copytree(whole, run)
-        if command[0] == "train":  # the last checkpoint is there, and the model is not
-            shutil.rmtree(run / "model")
-        (run / name).write_bytes(damage.encode("latin-1"))
-        before = snapshot(run)
-        code = cli.main([*map(str, command)])
-        said = capsys.readouterr().err
-        if code:
-            assert code == 2, (damage, said)
-            assert str(run) in error(said), damage
-            assert snapshot(run).items() >= before.items(), damage
-            refused += 1
-        shutil.rmtree(run)
-    assert refused > 0
-
-
 def zipped(path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Trap()))
@@ -559,24 +514,29 @@ def pipe_instead(path):
     os.mkfifo(path)
 
 
-MUTATIONS = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "emptied": lambda path: path.write_bytes(b""),
-    "doubled": lambda path: path.write_bytes(2 * path.read_bytes()),
-    "a zip": zipped,
-    "a folder": folder_instead,
-    "a pipe": pipe_instead,
-}
+def write(content, path):
+    path.write_bytes(content)
 
 
-@pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
+MUTATIONS = [
+    lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    partial(write, b""),
+    lambda path: path.write_bytes(2 * path.read_bytes()),
+    zipped,
+    folder_instead,
+    pipe_instead,
+]
+
+
+@pytest.mark.parametrize("every", [30, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_no_mutation_changes_a_result(every, trained, tmp_path, monkeypatch, capsys):
     """Whatever happens to a file of a run, there is the same result, or one line that names it."""
-    folder, corpus = trained
+    monkeypatch.chdir(tmp_path)
+    finished, corpus = trained
     for place in ("comparison", "data.corpus"):
         monkeypatch.setattr(f"coupled_adam.lab.{place}.prepare_corpus", lambda *_: corpus)
-    whole, run = shutil.copytree(folder, tmp_path / "whole" / "run"), tmp_path / "run"
+    whole, run = shutil.copytree(finished, tmp_path / "whole" / "run"), tmp_path / "run"
     evaluate_run(read_run(whole), corpus)
     commands = {
         "report": ["report", run, "--out", tmp_path / "report"],
@@ -587,44 +547,48 @@ def test_no_mutation_changes_a_result(every, trained, tmp_path, monkeypatch, cap
     def result(command):
         """What a command has made of the run, but for times and places."""
         if command == "report":
-            table = (tmp_path / "report" / "runs.csv").read_text()
-            return table.replace(str(run), "")
+            return (tmp_path / "report" / "runs.csv").read_text().replace(str(run), "")
         if command == "evaluate":
             return json.loads((run / "evaluation.json").read_text())
         weights = load_file(run / "model" / "model.safetensors")
         return {name: tensor.tolist() for name, tensor in weights.items()}
 
-    def execute(command, mutate=None, path=None):
-        """The exit code, what was said, and the result if it succeeded."""
+    def execute(command, path=".", change=lambda _: None):
+        """The result; None where the run is refused, whose files are left as they are."""
         shutil.copytree(whole, run)
         if command == "train":  # the last checkpoint is there, and the model is not
             shutil.rmtree(run / "model")
             (run / "evaluation.json").unlink()
-        if mutate is not None and (run / path).exists():
-            mutate(run / path)
+        if (run / path).exists():
+            change(run / path)
+        before = snapshot(run)
         code = cli.main([*map(str, commands[command])])
         said = capsys.readouterr().err
+        assert code in (0, 2), said
+        if code:
+            assert str(run) in error(said)
+            assert snapshot(run).items() >= before.items()
         made = None if code else result(command)
         shutil.rmtree(run)
         shutil.rmtree(tmp_path / "report", ignore_errors=True)
-        return code, said, made
+        return made
 
-    expected = {command: execute(command)[2] for command in commands}
-    files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
-    files = [path for path in files if path.name != ".lock"]
-    refused = 0
-    tried = [*itertools.product(files, MUTATIONS, commands)][::every]
-    for path, mutation, command in tried:
-        code, said, made = execute(command, MUTATIONS[mutation], path)
-        what = f"{command}: {path} {mutation}: {said}"
-        assert code in (0, 2), what
-        if code:
-            assert str(run) in error(said), what
-            refused += 1
-        else:
-            assert made == expected[command], what
+    expected = {command: execute(command) for command in commands}
+    files = sorted(path.relative_to(whole) for path in whole.rglob("[!.]*") if path.is_file())
+    made = [
+        (execute(command, path, change), expected[command])
+        for path, change, command in [*itertools.product(files, MUTATIONS, commands)][::every]
+    ]
+    assert all(result in (None, unharmed) for result, unharmed in made)
+    for name in ("config.yaml", "environment.json", "evaluation.json", "metrics.jsonl"):
+        # What is another value is not told from what a user has chosen.
+        damaged = zip([*damages(whole / name)][:: 2 * every], itertools.cycle(commands))
+        made += [
+            (execute(command, name, partial(write, damage.encode("latin-1"))), None)
+            for damage, command in damaged
+        ]
     assert not (tmp_path / "executed").exists()
-    assert 0 < refused < len(tried)
+    assert 0 < [result for result, _ in made].count(None) < len(made)
 
 
 @pytest.mark.slow

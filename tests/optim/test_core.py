@@ -1,4 +1,4 @@
-"""Another optimizer beside Coupled Adam, ``core=``: two optimizers' updates, one optimizer.
+"""Another optimizer beside Coupled Adam, ``core=`` or Muon: two optimizers' updates, in one.
 
 The same file is the program of each rank.
 """
@@ -57,15 +57,21 @@ def test_it_is_two_optimizers(core):
     assert optimizer.param_groups[1]["weight_decay"] == 0  # of biases and norms
 
 
-@every_core
+HAS_MUON = hasattr(torch.optim, "Muon")  # from torch 2.9 on
+BUILDS = {name: functools.partial(beside, core=core) for name, core in CORES.items()}
+BUILDS |= {"Muon": MuonWithCoupledAdam} if HAS_MUON else {}
+every_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+
+
+@every_build
 @pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
-def test_saved_in_the_middle(core, through):
+def test_saved_in_the_middle(build, through):
     """It goes on to the bit, in bfloat16 too; the core's states are as the core has them."""
     whole, cut = (decoder(True, torch.bfloat16) for _ in range(2))
-    optimizer, resumed = beside(whole, core), beside(cut, core)
+    optimizer, resumed = build(whole), build(cut)
     train(whole, optimizer, range(6))
     train(cut, resumed, range(3))
-    cut, resumed = go_on(through, cut, resumed, lambda m: beside(m, core))
+    cut, resumed = go_on(through, cut, resumed, build)
     train(cut, resumed, range(3, 6))
     assert_same_parameters(whole, cut)
     assert_same_state(optimizer, resumed)
@@ -74,10 +80,9 @@ def test_saved_in_the_middle(core, through):
         assert (state["sign"].dtype, state["scale"].dtype) == (torch.uint8, torch.float64)
 
 
-HAS_MUON = hasattr(torch.optim, "Muon")  # from torch 2.9 on
-ROUND = {"core": lambda m: beside(m, CORES["AdamW"], fused=True)}
-ROUND |= {"Muon": lambda m: MuonWithCoupledAdam(m, fused=True)} if HAS_MUON else {}
-around_every_core = pytest.mark.parametrize("build", ROUND.values(), ids=ROUND)
+around_every_core = pytest.mark.parametrize(
+    "build", [functools.partial(BUILDS[n], fused=True) for n in BUILDS if n in ("AdamW", "Muon")]
+)
 
 
 @around_every_core
@@ -198,20 +203,22 @@ def test_nothing_to_couple_and_groups_added_later():
         optimizer.add_param_group({"params": [("first", model.block[0].weight)]})
 
 
-def test_back_to_adamw():
+@around_every_core
+def test_back_to_adamw(build):
     """The embeddings' state is converted; AdamW begins the others anew."""
     model = decoder()
-    optimizer = beside(model, CORES["SGD"])
+    optimizer = build(model)
     train(model, optimizer, range(2))
-    with pytest.warns(UserWarning, match=r"states of torch\.SGD are left out"):
-        converted = to_adam_state_dict(optimizer.state_dict())
     adamw = torch.optim.AdamW([{"params": g["params"]} for g in optimizer.param_groups])
-    adamw.load_state_dict(
-        {"state": converted["state"], "param_groups": adamw.state_dict()["param_groups"]}
-    )
-    assert {*adamw.state} == {model.embed.weight, model.head.weight}
-    assert not any("core" in group for group in converted["param_groups"])
+    with pytest.warns(UserWarning, match=r"states of torch\.(AdamW|Muon) are left out"):
+        adamw.load_state_dict(to_adam_state_dict(optimizer.state_dict()))
+    of_core = {p for g in optimizer.param_groups if "core" in g for p in g["params"]}
+    assert {*adamw.state} == {*model.parameters()} - of_core
+    groups = adamw.param_groups
+    assert not any({"core", "ns_steps", "momentum", "nesterov"} & g.keys() for g in groups)
     train(model, adamw, [2])
+    assert adamw.state[model.block[0].weight]["step"] == 1
+    assert adamw.state[model.embed.weight]["step"] == 3
 
 
 def checkpoints_that_do_not_fit():
@@ -330,13 +337,24 @@ def test_no_embeddings_is_no_way_to_update_them():
     assert not CoupledAdamW(given, embeddings=None).param_groups[0]["coupled"]
 
 
-def sharded(core):
-    """FSDP2, of which a rank has few rows or none."""
-    models = decoder(), decoder()
-    on_ranks(models, fully_shard, lambda m: beside(m, core), rtol=1e-4, atol=1e-5)
+def sharded(build, fresh=None, **tolerance):
+    """FSDP2, of which a rank has few rows or none: the sums that ranks of LEAN add are complete."""
+    on_ranks((decoder(), decoder()), fully_shard, build, fresh, **tolerance)
 
 
-CASES = {name: functools.partial(sharded, CORES[name]) for name in ("AdamW", "SGD")}
+def muon(lr, **embeddings):
+    return functools.partial(MuonWithCoupledAdam, lr=lr, embeddings=embeddings)
+
+
+CASES = {
+    name: functools.partial(sharded, BUILDS[name], rtol=1e-4, atol=1e-5)
+    for name in ("AdamW", "SGD")
+}
+if HAS_MUON:  # which iterates in bfloat16, where another order of sums can be seen
+    bfloat16 = {"rtol": 2e-3, "atol": 2e-4}
+    for name, rule in {"Muon": {"lr_factor": 3}, "Muon and LEAN": LEAN}.items():
+        fresh = muon(5.0, **rule | {"lr_factor": 7})
+        CASES[name] = functools.partial(sharded, muon(1e-3, **rule), fresh, **bfloat16)
 
 
 def test_sharded():

@@ -8,9 +8,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
+from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
 from optim.cases import CASES, optimizer_of
 
 V, H = 20, 7
@@ -119,23 +118,6 @@ def test_what_hooks_see_and_change():
 
 def decoder():
     return nn.ModuleDict({"embed": nn.Embedding(V, H), "hidden": nn.Linear(H, H)})
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
-def test_hooks_of_muon():
-    """Each is called once, as it is one optimizer."""
-    m, calls = decoder(), []
-    optimizer = MuonWithCoupledAdam(m)
-    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after"))
-    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("saving"))
-    handle = register_optimizer_step_post_hook(lambda *_: calls.append("step"))
-    try:
-        take_steps(optimizer, [0])
-    finally:
-        handle.remove()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == ["step", "saving", "before", "after"]
 
 
 CONVERSIONS = {

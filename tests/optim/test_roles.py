@@ -178,13 +178,17 @@ def test_a_model_by_hand():
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
-@pytest.mark.parametrize("given", [lambda model: model, lambda model: model.named_parameters()])
-def test_muons(given):
-    """By names alone, too, where they say it."""
+@pytest.mark.parametrize("by_names", [False, True])
+def test_muons(by_names):
+    """By names alone, too, where they say it; what is left to AdamW keeps its decay."""
     model = ByHand()
-    optimizer = MuonWithCoupledAdam(given(model), vocab_size=V, adamw=["*_weight", "score.*"])
-    muons = {n for g in optimizer.param_groups if "ns_steps" in g for n in g["param_names"]}
-    assert muons == {n for n in BY_HAND if BY_HAND[n] == "matrix"}
+    given = model.named_parameters() if by_names else model
+    optimizer = MuonWithCoupledAdam(given, vocab_size=V, adamw=["*_weight", "score.*", model.mlp])
+    groups = [(g, n) for g in optimizer.param_groups for n in g["param_names"]]
+    muons = {n for n in BY_HAND if BY_HAND[n] == "matrix"} - {"mlp.weight"}
+    assert {n for g, n in groups if "ns_steps" in g} == muons
+    decays = {n: g["weight_decay"] for g, n in groups}
+    assert by_names or (decays["mlp.weight"], decays["mlp.bias"]) == (0.1, 0.0)
 
 
 def test_doubt_is_said():

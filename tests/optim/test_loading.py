@@ -2,7 +2,6 @@
 
 import copy
 import math
-import random
 import warnings
 
 import pytest
@@ -72,24 +71,6 @@ def test_a_hook_that_finds_states_by_name(rule, dtype):
         for name, value in old.state[p].items():
             assert new.state[p][name].dtype == value.dtype
             assert torch.equal(new.state[p][name], value)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_hook_that_splits_groups(dtype):
-    a, b = matrix(0, dtype), matrix(1, dtype)
-    whole = CoupledAdamW([a, b], coupled=True)
-    take_steps(whole, range(3))
-    parts = CoupledAdamW([{"params": [p], "coupled": True} for p in (a, b)])
-
-    def split(_, saved):
-        (group,) = saved["param_groups"]
-        return {**saved, "param_groups": [{**group, "params": [i]} for i in (0, 1)]}
-
-    parts.register_load_state_dict_pre_hook(split)
-    parts.load_state_dict(whole.state_dict())
-    for p in (a, b):
-        assert parts.state[p]["exp_avg_sq"].dtype == torch.float32
-        assert torch.equal(parts.state[p]["exp_avg_sq"], whole.state[p]["exp_avg_sq"])
 
 
 def test_what_hooks_see_and_change():
@@ -181,40 +162,61 @@ def test_means_leave_out_what_has_overflowed(rule):
     torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"].double(), expected)
 
 
-DAMAGED = {
-    "a step in words": ("step", "seven"),
-    "a step below 0": ("step", torch.tensor(-5.0)),
-    "a step that is no number": ("step", torch.tensor(math.nan)),
-    "two steps": ("step", torch.tensor([1.0, 2.0])),
-    "no step": ("step", None),
-    "a list": ("exp_avg", [[0.0] * H] * V),
-    "integers": ("exp_avg_sq", torch.ones(V, H, dtype=torch.int64)),
-    "no second moment": ("exp_avg_sq", None),
-    "another width": ("exp_avg", torch.zeros(V, H + 1)),
-    "another vocabulary": ("exp_avg_sq", torch.zeros(V + 1, H)),
+def longer(x, dim):
+    return torch.cat([x, x.narrow(dim, 0, 1)], dim) if x.dim() > dim else torch.cat([x[None]] * 2)
+
+
+DAMAGES = {  # what a flipped bit, another version or a mistake may make of an entry
+    "missing": lambda x: None,
+    "words": lambda x: "seven",
+    "a list": lambda x: x.tolist() if x.dim() else [1.0],
+    "below 0": lambda x: torch.full_like(x, -5.0),
+    "no number": lambda x: torch.full_like(x, math.nan),
+    "integers": lambda x: x.to(torch.int64),
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x[None].to_sparse(),
+    "a scalar": lambda x: x.sum() if x.dim() else x[None, None],
+    "another vocabulary": lambda x: longer(x, 0),
+    "another width": lambda x: longer(x, -1 % max(x.dim(), 1)),
+    "transposed": lambda x: x.T.contiguous() if x.dim() == 2 else longer(x, 0),
 }
 
 
-@pytest.mark.parametrize("coupled", [True, False])
-@pytest.mark.parametrize(("name", "value"), DAMAGED.values(), ids=DAMAGED)
+def is_damage(damage, name, x):
+    """Not what may be so, or what a conversion makes anew or leaves out."""
+    if name == "step":
+        return damage not in ("integers", "sparse", "a scalar")  # which are one number still
+    if damage == "missing":
+        return name == "exp_avg_sq"
+    if damage == "below 0":
+        return "sq" in name
+    return damage != "no number" or x.dim() < 2
+
+
+@pytest.mark.parametrize(
+    "rule", [{"coupled": False}, *({"coupled": True} | CASES[name] for name in RULES)], ids=str
+)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.filterwarnings("ignore:no param group is coupled")
-def test_a_damaged_checkpoint(name, value, coupled):
-    """It is refused whole: not even the undamaged half of it is loaded."""
+def test_a_damaged_checkpoint(damage, rule):
+    """It is refused whole: not even the undamaged half of it is loaded, and training goes on."""
     first, p = matrix(1), matrix()
-    optimizer = CoupledAdamW([{"params": [first]}, {"params": [p], "coupled": coupled}])
+    groups = [{"params": [("first", first)]}, {"params": [("wte", p)], **rule}]
+    optimizer = CoupledAdamW(groups)
     take_steps(optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for key in ("exp_avg", "exp_avg_sq", "step"):
-        saved["state"][0][key] = saved["state"][0][key] + 1
-    saved["param_groups"][0]["lr"] = 7.0
-    saved["state"][1][name] = value
-    if value is None:
-        del saved["state"][1][name]
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=rf"cannot load the state of .*\[20, 7\].*{name}"):
-        optimizer.load_state_dict(saved)
-    assert_same(optimizer.state_dict(), before)
+    for name in [n for n, x in before["state"][1].items() if is_damage(damage, n, x)]:
+        saved = copy.deepcopy(before)
+        saved["state"][0] = {key: x + 1 for key, x in saved["state"][0].items()}
+        saved["param_groups"][0]["lr"] = 7.0
+        saved["state"][1][name] = DAMAGES[damage](saved["state"][1][name])
+        if damage == "missing":
+            del saved["state"][1][name]
+        with pytest.raises(ValueError, match=rf"cannot load the state of 'wte' \[20, 7\].*{name}"):
+            optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), before)
     take_steps(optimizer, [2])
+    assert p.isfinite().all()
 
 
 def assert_same(state_dict, other):
@@ -325,58 +327,6 @@ def test_other_groups():
     assert torch.equal(optimizer.state[hidden]["exp_avg"], old.state[hidden]["exp_avg"])
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2, 0.4]
     take_steps(optimizer, [2])
-
-
-# --- damage ---
-
-
-def damaged(value, draw):
-    """What a flipped bit, another version or a mistake may make of an entry."""
-    if not isinstance(value, torch.Tensor):
-        return draw.choice([None, "text", [], {}])
-    changed = value.clone()
-    kind = draw.choice(["negative", "nan", "shape", "dtype", "layout", "type", "missing"])
-    if kind == "negative":
-        changed.view(-1)[draw.randrange(changed.numel())] = -1.0
-    elif kind == "nan":
-        changed.view(-1)[draw.randrange(changed.numel())] = torch.nan
-    elif kind == "shape":
-        changed = torch.cat([changed.reshape(-1), changed.reshape(-1)])
-    elif kind == "dtype":
-        changed = changed.to(draw.choice([torch.int64, torch.bool, torch.complex64]))
-    elif kind == "layout" and changed.dim():
-        changed = changed.to_sparse()
-    elif kind in ("type", "layout"):
-        changed = draw.choice([None, "text", {}, [1.0]])
-    else:
-        return "missing"
-    return changed
-
-
-@pytest.mark.parametrize("options", [{}, LEAN], ids=["coupled", "LEAN"])
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_damaged_states(options, count):
-    """Each is refused as a whole, as a ValueError, or it is none; and training goes on."""
-    draw, refused = random.Random(count), 0
-    for _ in range(count):
-        p = matrix()
-        optimizer = CoupledAdamW([p], coupled=True, **options)
-        take_steps(optimizer, [0, 1])
-        before, saved = (copy.deepcopy(optimizer.state_dict()) for _ in range(2))
-        state = saved["state"][0]
-        name = draw.choice([*state])
-        state[name] = damaged(state[name], draw)
-        if isinstance(state[name], str) and state[name] == "missing":
-            del state[name]
-        try:
-            optimizer.load_state_dict(saved)
-        except ValueError:
-            refused += 1
-            assert_same(optimizer.state_dict(), before)
-        take_steps(optimizer, [2])
-        is_signed = name == "exp_avg"  # which may be negative, or spoil its row as a gradient does
-        assert is_signed or p.isfinite().all(), name
-    assert refused > count / 2
 
 
 @pytest.mark.parametrize("structure", [None, {}, {"state": {}}], ids=str)

@@ -3,7 +3,7 @@
 Each entry of ``MODELS`` is a function that makes a model, and the names that are right.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,52 +11,48 @@ import torch
 from torch import nn
 
 H = 32
-Layers = dict[str, Any]
+Make = Callable[[], Any]
 
 
-def table(rows: int, columns: int = H) -> Callable[[], nn.Module]:
+def table(rows: int, columns: int = H) -> Make:
     """An nn.Embedding."""
     return lambda: nn.Embedding(rows, columns)
 
 
-def linear(inputs: int, outputs: int, *, bias: bool = False) -> Callable[[], nn.Module]:
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> Make:
     """An nn.Linear."""
     return lambda: nn.Linear(inputs, outputs, bias=bias)
 
 
-def matrix(*shape: int) -> Callable[[], nn.Parameter]:
+def matrix(*shape: int) -> Make:
     """A parameter of the model itself."""
     return lambda: nn.Parameter(torch.zeros(shape))
 
 
-def block(**layers: Any) -> Callable[[], nn.Module]:
+def block(**layers: Make) -> Make:
     """A module with these layers."""
     return lambda: made(layers)
 
 
-def stack(number: int, of: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def stack(number: int, of: Make) -> Make:
     """An nn.ModuleList."""
     return lambda: nn.ModuleList(of() for _ in range(number))
 
 
-def in_order(*of: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def in_order(*of: Make) -> Make:
     """An nn.Sequential."""
     return lambda: nn.Sequential(*(make() for make in of))
 
 
-def made(layers: Layers, tie: tuple[str, str] | None = None, **attributes: Any) -> nn.Module:
-    """A module with these layers and attributes; ``tie`` shares one layer's weight with another."""
+def made(layers: Mapping[str, Make]) -> nn.Module:
+    """A module with these layers."""
     module = nn.Module()
     for name, make in layers.items():
         setattr(module, name, make())
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    if tie:
-        module.get_submodule(tie[1]).weight = module.get_submodule(tie[0]).weight
     return module
 
 
-def attention(width: int = H, kv: int = H, hidden: int = 4 * H) -> Callable[[], nn.Module]:
+def attention(width: int = H, kv: int = H, hidden: int = 4 * H) -> Make:
     """A layer of a decoder."""
     return block(
         q_proj=linear(width, width),
@@ -67,388 +63,313 @@ def attention(width: int = H, kv: int = H, hidden: int = 4 * H) -> Callable[[], 
     )
 
 
-def fused(width: int = H) -> Callable[[], nn.Module]:
+def fused(width: int = H) -> Make:
     """A layer with one projection for queries, keys and values."""
     return block(qkv=linear(width, 3 * width), out=linear(width, width))
 
 
-def model(tie: tuple[str, str] | None = None, **layers: Any) -> Callable[[], nn.Module]:
-    """A function that makes a model of these layers."""
-    return lambda: made(layers, tie)
+def entry(
+    right: str,
+    tie: tuple[str, str] | None = None,
+    trained: str = "",
+    config: Any = None,
+    cfg: Any = None,
+    **layers: Make,
+) -> tuple[Make, set[str]]:
+    """A function that makes a model of these layers, and the names that are right.
 
-
-def configured(vocab_size: int, **layers: Any) -> Callable[[], nn.Module]:
-    """The same, with a configuration."""
-    return lambda: made(layers, config={"vocab_size": vocab_size})
-
-
-def translator(source: int, target: int, *names: str) -> tuple[Callable[[], nn.Module], set[str]]:
-    """A table for each of two languages, and a head for the second; all names are right."""
-    layers = (table(source, 8), table(target, 8), linear(8, target))
-    return model(**dict(zip(names, layers))), {f"{name}.weight" for name in names}
-
-
-def lora(**layers: Any) -> Callable[[], nn.Module]:
-    """A frozen table and head, and adapters."""
+    Args:
+        right: the names of modules with a weight, or of parameters.
+        tie: of two layers that share their weight.
+        trained: what the names of all parameters contain that are not frozen.
+        config, cfg: attributes of the model.
+        layers: functions that make them.
+    """
 
     def make() -> nn.Module:
         module = made(layers)
+        for name, value in (("config", config), ("cfg", cfg)):
+            if value is not None:
+                setattr(module, name, value)
+        if tie:
+            module.get_submodule(tie[1]).weight = module.get_submodule(tie[0]).weight
         for name, p in module.named_parameters():
-            p.requires_grad_("lora" in name)
+            p.requires_grad_(trained in name)
         return module
 
-    return make
+    names = right.split()
+    return make, {name if ".W_" in name else f"{name}.weight" for name in names}
 
 
+def translator(source: int, target: int, *names: str) -> tuple[Make, set[str]]:
+    """A table for each of two languages, and a head for the second; all names are right."""
+    layers = (table(source, 8), table(target, 8), linear(8, target))
+    return entry(" ".join(names), **dict(zip(names, layers)))
+
+
+LAYERS = stack(2, attention())
+FUSED = stack(2, fused())
 B = 256
-GPT = {"wte": table(1000), "wpe": table(64), "h": stack(2, fused())}
+GPT = {"wte": table(1000), "wpe": table(64), "h": FUSED}
 BYTES = {"tok": table(B), "layers": stack(2, attention(kv=B, hidden=B))}
 
 PROJECTS = ("nanoGPT", "nanochat", "litgpt", "torchtitan", "OLMo-core", "T5")
 """The names of models that begin so have the names and the configuration of these projects."""
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "nanoGPT": (
-        lambda: made(
-            {
-                "transformer": block(wte=table(1000), wpe=table(64), h=stack(2, fused())),
-                "lm_head": linear(H, 1000),
-            },
-            ("transformer.wte", "lm_head"),
-            config=SimpleNamespace(block_size=64, vocab_size=1000, n_embd=H),
-        ),
-        {"transformer.wte.weight"},
+MODELS: dict[str, tuple[Make, set[str]]] = {
+    "nanoGPT": entry(
+        "transformer.wte",
+        tie=("transformer.wte", "lm_head"),
+        transformer=block(wte=table(1000), wpe=table(64), h=FUSED),
+        lm_head=linear(H, 1000),
+        config=SimpleNamespace(block_size=64, vocab_size=1000, n_embd=H),
     ),
-    "nanochat": (
-        lambda: made(
-            {
-                "transformer": block(wte=table(1000), h=stack(3, attention())),
-                "value_embeds": block(**{"0": table(1000, 16), "2": table(1000, 16)}),
-                "lm_head": linear(H, 1000),
-                "smear_gate": linear(24, 1),
-            },
-            config=SimpleNamespace(sequence_len=64, vocab_size=1000),
-        ),
-        {
-            "transformer.wte.weight",
-            "value_embeds.0.weight",
-            "value_embeds.2.weight",
-            "lm_head.weight",
-        },
+    "nanochat": entry(
+        "transformer.wte value_embeds.0 value_embeds.2 lm_head",
+        transformer=block(wte=table(1000), h=stack(3, attention())),
+        value_embeds=block(**{"0": table(1000, 16), "2": table(1000, 16)}),
+        lm_head=linear(H, 1000),
+        smear_gate=linear(24, 1),
+        config=SimpleNamespace(sequence_len=64, vocab_size=1000),
     ),
-    "litgpt": (
-        lambda: made(
-            {
-                "lm_head": linear(H, 1024),
-                "transformer": block(wte=table(1024), h=stack(2, attention())),
-            },
-            config=SimpleNamespace(vocab_size=1000, padded_vocab_size=1024, block_size=64),
-        ),
-        {"lm_head.weight", "transformer.wte.weight"},
+    "litgpt": entry(
+        "lm_head transformer.wte",
+        lm_head=linear(H, 1024),
+        transformer=block(wte=table(1024), h=LAYERS),
+        config=SimpleNamespace(vocab_size=1000, padded_vocab_size=1024, block_size=64),
     ),
-    "torchtitan": (
-        model(
-            tok_embeddings=table(1000),
-            layers=block(**{"0": attention(), "1": attention()}),
-            output=linear(H, 1000),
-        ),
-        {"tok_embeddings.weight", "output.weight"},
+    "torchtitan": entry(
+        "tok_embeddings output",
+        tok_embeddings=table(1000),
+        layers=block(**{"0": attention(), "1": attention()}),
+        output=linear(H, 1000),
     ),
-    "OLMo-core": (
-        model(
-            embeddings=table(1000),
-            blocks=block(**{"0": attention(), "1": attention()}),
-            lm_head=block(w_out=linear(H, 1000)),
-        ),
-        {"embeddings.weight", "lm_head.w_out.weight"},
+    "OLMo-core": entry(
+        "embeddings lm_head.w_out",
+        embeddings=table(1000),
+        blocks=block(**{"0": attention(), "1": attention()}),
+        lm_head=block(w_out=linear(H, 1000)),
     ),
-    "T5, untied": (
-        model(
-            shared=table(1000),
-            encoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
-            decoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
-            lm_head=linear(H, 1000),
-        ),
-        {"shared.weight", "lm_head.weight"},
+    "T5, untied": entry(
+        "shared lm_head",
+        shared=table(1000),
+        encoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
+        decoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
+        lm_head=linear(H, 1000),
     ),
     # language models
-    "gpt, tied": (
-        model(("wte", "lm_head"), **GPT, lm_head=linear(H, 1000)),
-        {"wte.weight"},
+    "gpt, tied": entry("wte", tie=("wte", "lm_head"), **GPT, lm_head=linear(H, 1000)),
+    "gpt, untied": entry("wte lm_head", **GPT, lm_head=linear(H, 1000)),
+    "gpt without head": entry("wte", **GPT),
+    "gpt with as many positions as tokens": entry(
+        "wte lm_head", **{**GPT, "wpe": table(1000)}, lm_head=linear(H, 1000)
     ),
-    "gpt, untied": (model(**GPT, lm_head=linear(H, 1000)), {"wte.weight", "lm_head.weight"}),
-    "gpt without head": (model(**GPT), {"wte.weight"}),
-    "gpt with as many positions as tokens": (
-        model(**{**GPT, "wpe": table(1000)}, lm_head=linear(H, 1000)),
-        {"wte.weight", "lm_head.weight"},
+    "minGPT": entry(
+        "tok_emb head",
+        tok_emb=table(65),
+        pos_emb=matrix(1, 128, H),
+        blocks=FUSED,
+        head=linear(H, 65),
     ),
-    "minGPT": (
-        model(
-            tok_emb=table(65),
-            pos_emb=matrix(1, 128, H),
-            blocks=stack(2, fused()),
-            head=linear(H, 65),
-        ),
-        {"tok_emb.weight", "head.weight"},
+    "characters and many positions": entry(
+        "tok head", tok=table(65), pos=table(256), blocks=LAYERS, head=linear(H, 65)
     ),
-    "characters and many positions": (
-        model(tok=table(65), pos=table(256), blocks=stack(2, attention()), head=linear(H, 65)),
-        {"tok.weight", "head.weight"},
+    "neutral names": entry("embed out", embed=table(1000), layers=LAYERS, out=linear(H, 1000)),
+    "in order": entry("net.0 net.2", net=in_order(table(1000), attention(), linear(H, 1000))),
+    "in order, modules": entry(
+        "net.0.tok net.2.proj",
+        net=in_order(block(tok=table(1000)), attention(), block(proj=linear(H, 1000))),
     ),
-    "neutral names": (
-        model(embed=table(1000), layers=stack(2, attention()), out=linear(H, 1000)),
-        {"embed.weight", "out.weight"},
+    "annotated transformer": entry(
+        "src_embed.lut tgt_embed.lut generator.proj",
+        src_embed=block(lut=table(900)),
+        tgt_embed=block(lut=table(1000)),
+        layers=LAYERS,
+        generator=block(proj=linear(H, 1000, bias=True)),
     ),
-    "in order": (
-        model(net=in_order(table(1000), attention(), linear(H, 1000))),
-        {"net.0.weight", "net.2.weight"},
+    "lstm": entry(
+        "encoder decoder", encoder=table(1000), rnn=lambda: nn.LSTM(H, 64), decoder=linear(64, 1000)
     ),
-    "in order, modules": (
-        model(net=in_order(block(tok=table(1000)), attention(), block(proj=linear(H, 1000)))),
-        {"net.0.tok.weight", "net.2.proj.weight"},
+    "lstm with gates as wide as the vocabulary": entry(
+        "encoder decoder", encoder=table(256), rnn=lambda: nn.LSTM(H, 64), decoder=linear(64, 256)
     ),
-    "annotated transformer": (
-        model(
-            src_embed=block(lut=table(900)),
-            tgt_embed=block(lut=table(1000)),
-            layers=stack(2, attention()),
-            generator=block(proj=linear(H, 1000, bias=True)),
-        ),
-        {"src_embed.lut.weight", "tgt_embed.lut.weight", "generator.proj.weight"},
+    "TransformerLens": entry(
+        "embed.W_E unembed.W_U",
+        embed=block(W_E=matrix(1000, H)),
+        pos_embed=block(W_pos=matrix(64, H)),
+        blocks=stack(2, block(W_in=matrix(H, 64), W_out=matrix(64, H))),
+        unembed=block(W_U=matrix(H, 1000)),
+        cfg={"d_vocab": 1000},
+        config={"vocab_size": 1000},
     ),
-    "lstm": (
-        model(encoder=table(1000), rnn=lambda: nn.LSTM(H, 64), decoder=linear(64, 1000)),
-        {"encoder.weight", "decoder.weight"},
+    "one-hot": entry(
+        "embed head",
+        config={"vocab_size": 1000},
+        embed=linear(1000, H),
+        h=LAYERS,
+        head=linear(H, 1000),
     ),
-    "lstm with gates as wide as the vocabulary": (
-        model(encoder=table(256), rnn=lambda: nn.LSTM(H, 64), decoder=linear(64, 256)),
-        {"encoder.weight", "decoder.weight"},
+    "bert": entry(
+        "word_embeddings mlm",
+        word_embeddings=table(1000),
+        position_embeddings=table(512),
+        token_type_embeddings=table(2),
+        layer=LAYERS,
+        pooler=linear(H, H),
+        mlm=linear(H, 1000, bias=True),
+        nsp=linear(H, 2),
     ),
-    "TransformerLens": (
-        lambda: made(
-            {
-                "embed": block(W_E=matrix(1000, H)),
-                "pos_embed": block(W_pos=matrix(64, H)),
-                "blocks": stack(2, block(W_in=matrix(H, 64), W_out=matrix(64, H))),
-                "unembed": block(W_U=matrix(H, 1000)),
-            },
-            cfg={"d_vocab": 1000},
-            config={"vocab_size": 1000},
-        ),
-        {"embed.W_E", "unembed.W_U"},
+    "T5, tied": entry(
+        "shared", tie=("shared", "lm_head"), shared=table(1000), lm_head=linear(H, 1000)
     ),
-    "one-hot": (
-        configured(1000, embed=linear(1000, H), h=stack(2, attention()), head=linear(H, 1000)),
-        {"embed.weight", "head.weight"},
+    "two heads in a list": entry(
+        "tok heads.0 heads.1 heads.2", tok=table(1000), heads=stack(3, linear(H, 1000)), h=LAYERS
     ),
-    "bert": (
-        model(
-            word_embeddings=table(1000),
-            position_embeddings=table(512),
-            token_type_embeddings=table(2),
-            layer=stack(2, attention()),
-            pooler=linear(H, H),
-            mlm=linear(H, 1000, bias=True),
-            nsp=linear(H, 2),
-        ),
-        {"word_embeddings.weight", "mlm.weight"},
+    "several tokens ahead, each with a block": entry(
+        "tok lm_head ahead.0.head ahead.1.head",
+        tok=table(1000),
+        ahead=stack(2, block(mix=linear(2 * H, H), head=linear(H, 1000))),
+        lm_head=linear(H, 1000),
     ),
-    "T5, tied": (
-        model(("shared", "lm_head"), shared=table(1000), lm_head=linear(H, 1000)),
-        {"shared.weight"},
+    "reward model": entry("tok", tok=table(1000), h=LAYERS, score=linear(H, 1)),
+    "classifier": entry(
+        "word_embed", word_embed=table(1000), rnn=lambda: nn.LSTM(H, 8), out=linear(8, 4)
     ),
-    "two heads in a list": (
-        model(tok=table(1000), heads=stack(3, linear(H, 1000)), h=stack(2, attention())),
-        {"tok.weight", "heads.0.weight", "heads.1.weight", "heads.2.weight"},
+    "value embeddings": entry(
+        "wte lm_head value_embeds.0 value_embeds.1",
+        config={"vocab_size": 1000},
+        wte=table(1000),
+        value_embeds=stack(2, table(1000, 16)),
+        h=LAYERS,
+        lm_head=linear(H, 1000),
     ),
-    "several tokens ahead, each with a block": (
-        model(
-            tok=table(1000),
-            ahead=stack(2, block(mix=linear(2 * H, H), head=linear(H, 1000))),
-            lm_head=linear(H, 1000),
-        ),
-        {"tok.weight", "lm_head.weight", "ahead.0.head.weight", "ahead.1.head.weight"},
-    ),
-    "reward model": (
-        model(tok=table(1000), h=stack(2, attention()), score=linear(H, 1)),
-        {"tok.weight"},
-    ),
-    "classifier": (
-        model(word_embed=table(1000), rnn=lambda: nn.LSTM(H, 8), out=linear(8, 4)),
-        {"word_embed.weight"},
-    ),
-    "value embeddings": (
-        configured(
-            1000,
-            wte=table(1000),
-            value_embeds=stack(2, table(1000, 16)),
-            h=stack(2, attention()),
-            lm_head=linear(H, 1000),
-        ),
-        {"wte.weight", "lm_head.weight", "value_embeds.0.weight", "value_embeds.1.weight"},
-    ),
-    "head of another width": (
-        model(tok=table(1000, 16), up=linear(16, H), head=linear(H, 1000)),
-        {"tok.weight", "head.weight"},
+    "head of another width": entry(
+        "tok head", tok=table(1000, 16), up=linear(16, H), head=linear(H, 1000)
     ),
     # a vocabulary as large as layers are wide
-    "bytes, keys as wide": (
-        model(**BYTES, head=linear(H, B)),
-        {"tok.weight", "head.weight"},
+    "bytes, keys as wide": entry("tok head", **BYTES, head=linear(H, B)),
+    "bytes, tied": entry("tok", tie=("tok", "head"), **BYTES, head=linear(H, B)),
+    "bytes, configured": entry("tok head", config={"vocab_size": B}, **BYTES, head=linear(H, B)),
+    "bytes, one layer": entry(
+        "tok head", tok=table(B), layers=stack(1, attention(kv=B, hidden=B)), head=linear(H, B)
     ),
-    "bytes, tied": (model(("tok", "head"), **BYTES, head=linear(H, B)), {"tok.weight"}),
-    "bytes, configured": (configured(B, **BYTES, head=linear(H, B)), {"tok.weight", "head.weight"}),
-    "bytes, one layer": (
-        model(tok=table(B), layers=stack(1, attention(kv=B, hidden=B)), head=linear(H, B)),
-        {"tok.weight", "head.weight"},
+    "bytes, in order": entry(
+        "net.0 net.3", net=in_order(table(B), attention(kv=B), attention(kv=B), linear(H, B))
     ),
-    "bytes, in order": (
-        model(net=in_order(table(B), attention(kv=B), attention(kv=B), linear(H, B))),
-        {"net.0.weight", "net.3.weight"},
+    "bytes, layers outside of a list": entry(
+        "tok head", tok=table(B), up=linear(H, B), down=linear(B, H), head=linear(H, B)
     ),
-    "bytes, layers outside of a list": (
-        model(tok=table(B), up=linear(H, B), down=linear(B, H), head=linear(H, B)),
-        {"tok.weight", "head.weight"},
+    "bytes, neutral, layers outside of a list": entry(
+        "emb out", emb=table(B), a=linear(H, B), b=linear(B, H), out=linear(H, B)
     ),
-    "bytes, neutral, layers outside of a list": (
-        model(emb=table(B), a=linear(H, B), b=linear(B, H), out=linear(H, B)),
-        {"emb.weight", "out.weight"},
+    "fused qkv, V = 3 H": entry("tok head", tok=table(3 * H), h=FUSED, head=linear(H, 3 * H)),
+    "fused qkv, V = 3 H, tied": entry(
+        "tok", tie=("tok", "head"), tok=table(3 * H), h=FUSED, head=linear(H, 3 * H)
     ),
-    "fused qkv, V = 3 H": (
-        model(tok=table(3 * H), h=stack(2, fused()), head=linear(H, 3 * H)),
-        {"tok.weight", "head.weight"},
+    "fused qkv, V = 3 H, without head": entry(
+        "tok", config={"vocab_size": 3 * H}, tok=table(3 * H), h=FUSED
     ),
-    "fused qkv, V = 3 H, tied": (
-        model(("tok", "head"), tok=table(3 * H), h=stack(2, fused()), head=linear(H, 3 * H)),
-        {"tok.weight"},
-    ),
-    "fused qkv, V = 3 H, without head": (
-        configured(3 * H, tok=table(3 * H), h=stack(2, fused())),
-        {"tok.weight"},
-    ),
-    "V = H": (
-        model(tok=table(H), h=stack(2, attention()), head=linear(H, H)),
-        {"tok.weight", "head.weight"},
-    ),
-    "V = H, pooled": (
-        configured(H, tok=table(H), h=stack(2, attention()), pooler=linear(H, H)),
-        {"tok.weight"},
+    "V = H": entry("tok head", tok=table(H), h=LAYERS, head=linear(H, H)),
+    "V = H, pooled": entry(
+        "tok", config={"vocab_size": H}, tok=table(H), h=LAYERS, pooler=linear(H, H)
     ),
     # several vocabularies, and padding
-    "padded head": (
-        model(wte=table(50257, 8), h=stack(2, attention(8, 8)), lm_head=linear(8, 50304)),
-        {"wte.weight", "lm_head.weight"},
+    "padded head": entry(
+        "wte lm_head", wte=table(50257, 8), h=stack(2, attention(8, 8)), lm_head=linear(8, 50304)
     ),
-    "padded table": (
-        model(wte=table(50304, 8), h=stack(2, attention(8, 8)), lm_head=linear(8, 50257)),
-        {"wte.weight", "lm_head.weight"},
+    "padded table": entry(
+        "wte lm_head", wte=table(50304, 8), h=stack(2, attention(8, 8)), lm_head=linear(8, 50257)
     ),
-    "padded head, neutral": (
-        model(embed=table(50257, 8), h=stack(2, attention(8, 8)), out=linear(8, 50304)),
-        {"embed.weight", "out.weight"},
+    "padded head, neutral": entry(
+        "embed out", embed=table(50257, 8), h=stack(2, attention(8, 8)), out=linear(8, 50304)
     ),
-    "padded head, configured": (
-        configured(50257, embed=table(50257, 8), out=linear(8, 50304)),
-        {"embed.weight", "out.weight"},
+    "padded head, configured": entry(
+        "embed out", config={"vocab_size": 50257}, embed=table(50257, 8), out=linear(8, 50304)
     ),
-    "padded table, configured": (
-        configured(50257, embed=table(50304, 8), out=linear(8, 50257)),
-        {"embed.weight", "out.weight"},
+    "padded table, configured": entry(
+        "embed out", config={"vocab_size": 50257}, embed=table(50304, 8), out=linear(8, 50257)
     ),
     "small source, large target": translator(8000, 32000, "src", "tgt", "head"),
     "large source, small target": translator(32000, 8000, "src", "tgt", "head"),
     "small source, large target, neutral": translator(8000, 32000, "encoder", "decoder", "out"),
     "large source, small target, neutral": translator(32000, 8000, "encoder", "decoder", "out"),
-    "text and images": (
-        model(
-            text_embed=table(32000, 8),
-            image_embed=table(8192, 8),
-            text_head=linear(8, 32000),
-            image_head=linear(8, 8192),
-        ),
-        {"text_embed.weight", "image_embed.weight", "text_head.weight", "image_head.weight"},
+    "text and images": entry(
+        "text_embed image_embed text_head image_head",
+        text_embed=table(32000, 8),
+        image_embed=table(8192, 8),
+        text_head=linear(8, 32000),
+        image_head=linear(8, 8192),
     ),
-    "text and images, neutral": (
-        model(a=table(32000, 8), b=table(8192, 8), c=linear(8, 32000), d=linear(8, 8192)),
-        {"a.weight", "b.weight", "c.weight", "d.weight"},
+    "text and images, neutral": entry(
+        "a b c d", a=table(32000, 8), b=table(8192, 8), c=linear(8, 32000), d=linear(8, 8192)
     ),
-    "16,000 beside 32,001": (
-        model(a=table(16000, 8), b=table(32001, 8), out=linear(8, 32001)),
-        {"a.weight", "b.weight", "out.weight"},
+    "16,000 beside 32,001": entry(
+        "a b out", a=table(16000, 8), b=table(32001, 8), out=linear(8, 32001)
     ),
-    "words and characters": (
-        model(word=table(20000, 8), char=table(100, 8), rnn=lambda: nn.LSTM(16, 8)),
-        {"word.weight", "char.weight"},
+    "words and characters": entry(
+        "word char", word=table(20000, 8), char=table(100, 8), rnn=lambda: nn.LSTM(16, 8)
     ),
-    "several codebooks": (
-        model(emb=stack(4, table(1024)), h=stack(2, attention()), out=stack(4, linear(H, 1024))),
-        {f"{name}.{i}.weight" for name in ("emb", "out") for i in range(4)},
+    "several codebooks": entry(
+        " ".join(f"{name}.{i}" for name in ("emb", "out") for i in range(4)),
+        emb=stack(4, table(1024)),
+        h=LAYERS,
+        out=stack(4, linear(H, 1024)),
     ),
-    "several codebooks, configured": (
-        configured(1024, emb=stack(4, table(1024)), out=stack(4, linear(H, 1024))),
-        {f"{name}.{i}.weight" for name in ("emb", "out") for i in range(4)},
+    "several codebooks, configured": entry(
+        " ".join(f"{name}.{i}" for name in ("emb", "out") for i in range(4)),
+        config={"vocab_size": 1024},
+        emb=stack(4, table(1024)),
+        out=stack(4, linear(H, 1024)),
     ),
-    "text and codes": (
-        model(text_emb=table(1000), audio_emb=table(2051), lm_head=linear(H, 2051)),
-        {"text_emb.weight", "audio_emb.weight", "lm_head.weight"},
+    "text and codes": entry(
+        "text_emb audio_emb lm_head",
+        text_emb=table(1000),
+        audio_emb=table(2051),
+        lm_head=linear(H, 2051),
     ),
     # no language models
-    "positions alone": (
-        model(pos_embed=table(196), blocks=stack(2, attention()), head=linear(H, 10)),
-        set(),
+    "positions alone": entry("", pos_embed=table(196), blocks=LAYERS, head=linear(H, 10)),
+    "positions alone, as many as classes": entry(
+        "", pos_embed=table(100), blocks=LAYERS, head=linear(H, 100)
     ),
-    "positions alone, as many as classes": (
-        model(pos_embed=table(100), blocks=stack(2, attention()), head=linear(H, 100)),
-        set(),
-    ),
-    "time steps": (model(time_embed=table(1000), up=linear(H, 64), down=linear(64, H)), set()),
-    "classes": (model(label_emb=table(1000), conv=lambda: nn.Conv2d(3, 8, 3)), set()),
-    "codes": (model(codebook=table(512), conv=lambda: nn.Conv2d(3, 8, 3)), set()),
-    "quantizer": (model(quantizer=block(embedding=table(512)), dec=linear(H, 3)), set()),
-    "queries": (model(query_embed=table(100), cls=linear(H, 91)), set()),
-    "positions in a module": (
-        model(positions=block(emb=table(196)), blocks=stack(2, attention())),
-        set(),
-    ),
-    "one table with a neutral name": (
-        model(embedding=table(1000), out=linear(H, 3)),
-        {"embedding.weight"},
-    ),
-    "no table": (model(up=linear(H, 64), down=linear(64, H)), set()),
-    "mixture of experts": (
-        model(
-            tok=table(64),
-            h=stack(2, block(router=linear(H, 64), up=linear(H, 64))),
-            head=linear(H, 64),
-        ),
-        {"tok.weight", "head.weight"},
+    "time steps": entry("", time_embed=table(1000), up=linear(H, 64), down=linear(64, H)),
+    "classes": entry("", label_emb=table(1000), conv=lambda: nn.Conv2d(3, 8, 3)),
+    "codes": entry("", codebook=table(512), conv=lambda: nn.Conv2d(3, 8, 3)),
+    "quantizer": entry("", quantizer=block(embedding=table(512)), dec=linear(H, 3)),
+    "queries": entry("", query_embed=table(100), cls=linear(H, 91)),
+    "positions in a module": entry("", positions=block(emb=table(196)), blocks=LAYERS),
+    "one table with a neutral name": entry("embedding", embedding=table(1000), out=linear(H, 3)),
+    "no table": entry("", up=linear(H, 64), down=linear(64, H)),
+    "mixture of experts": entry(
+        "tok head",
+        tok=table(64),
+        h=stack(2, block(router=linear(H, 64), up=linear(H, 64))),
+        head=linear(H, 64),
     ),
     # adapters
-    "lora": (
-        lora(
-            tok=table(1000),
-            h=stack(2, block(q=linear(H, H), lora_A=linear(H, 4), lora_B=linear(4, H))),
-            lm_head=linear(H, 1000),
-        ),
-        set(),
+    "lora": entry(
+        "",
+        trained="lora",
+        tok=table(1000),
+        h=stack(2, block(q=linear(H, H), lora_A=linear(H, 4), lora_B=linear(4, H))),
+        lm_head=linear(H, 1000),
     ),
-    "lora of the head": (
-        lora(
-            tok=table(1000),
-            lm_head=block(base=linear(H, 1000), lora_A=linear(H, 4), lora_B=linear(4, 1000)),
-        ),
-        set(),
+    "lora of the head": entry(
+        "",
+        trained="lora",
+        tok=table(1000),
+        lm_head=block(base=linear(H, 1000), lora_A=linear(H, 4), lora_B=linear(4, 1000)),
     ),
-    "lora of the table": (
-        lora(tok=block(base=table(1000), lora_embedding_A=matrix(4, 1000)), out=linear(H, 1000)),
-        set(),
+    "lora of the table": entry(
+        "",
+        trained="lora",
+        tok=block(base=table(1000), lora_embedding_A=matrix(4, 1000)),
+        out=linear(H, 1000),
     ),
-    "relative positions": (
-        model(
-            tok=table(32),
-            h=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
-            head=linear(H, 32),
-        ),
-        {"tok.weight", "head.weight"},
+    "relative positions": entry(
+        "tok head",
+        tok=table(32),
+        h=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
+        head=linear(H, 32),
     ),
 }

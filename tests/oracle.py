@@ -93,7 +93,9 @@ class CoupledAdamOracle:
         self.average(g, weights)
         self.largest_update = max(np.abs(updates).max(), np.abs(self.d).max())
         self.largest_factor = factors.max()
-        if weights.any() and self.lr:
+        if self.t < 1 / (1 - self.beta2):
+            self.d = np.zeros_like(self.d)
+        elif weights.any() and self.lr:
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 
     def typical_square(self) -> float:

@@ -6,8 +6,8 @@ other optimizer. Its state is V + 2 H numbers for a matrix, where AdamW's is 2 V
     embeddings = [model.wte.weight]  # tied, or with the head: [V, H]
     optimizers = [LEAN(embeddings, lr=4e-2), torch.optim.AdamW(the_rest, lr=6e-4)]
 
-A token's step size follows from one number for its row, and the step after takes back by how much a
-step has moved the mean embedding. From coupled_adam (Apache 2.0), whose fused kernels, sharding and
+A token's step size follows from one number for its row, and from step 1 / (1 - beta2) on the step
+after takes back by how much a step has moved the mean embedding. From coupled_adam (Apache 2.0), whose fused kernels, sharding and
 checkpoints this leaves out; it takes the same steps.
 """
 
@@ -67,5 +67,5 @@ class LEAN(torch.optim.Optimizer):
         count = active.sum().clamp(min=1)
         nu.lerp_(torch.where(active[:, None], g, 0.0).square().sum(0) / count, 1 - beta2)
         taken_back = torch.where(active[:, None], d, 0.0)
-        state["d"] = u.sum(0) / count
+        state["d"] = u.sum(0) / count * (t * (1 - beta2) >= 1)
         return u - taken_back

@@ -254,6 +254,7 @@ def _lean(
         moved = lr * c * mean_moment
         # A step without any active token has seen nothing: d and nu stay.
         d = jnp.where((k == 0) | (lr == 0), d, moved).astype(nu.dtype)
+        d = jnp.where(count * (1 - o.b2) < 1, 0, d)
     if mu is not None:
         new_mu = jnp.where(moves, new_mu, o.b1 * mu).astype(mu.dtype)
     nu = jnp.where(k == 0, nu, o.average(nu, squares))

@@ -13,6 +13,8 @@ from coupled_adam import CoupledAdam, CoupledAdamW
 from coupled_adam.optim import flat, row_sparse, update
 
 MOMENTUM = (0.9, 0.95)
+LEAN_SOON = {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.5)}
+"""LEAN, with so short a memory that the third step already takes back what the second has moved."""
 CASES = {
     "coupled": {},
     "coupled, decay": {"weight_decay": 0.1, "maximize": True},
@@ -25,15 +27,17 @@ CASES = {
     "coupled, long memory": {"betas": (0.9, 0.999999), "eps": 1e-3},
     "rows": {"row_exponent": 0.5},
     "rows, no momentum": {"row_exponent": 1.0, "betas": (0.0, 0.95)},
-    "zero-sum": {"zero_sum": True, "weight_decay": 0.1},
-    "zero-sum, maximize": {"zero_sum": True, "maximize": True},
-    "zero-sum, no momentum": {"zero_sum": True, "betas": (0.0, 0.95)},
-    "LEAN": {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.99)},
-    "LEAN, momentum": {"row_exponent": 0.75, "zero_sum": True, "second_moment_scale": 0.25},
+    "zero-sum": {"zero_sum": True, "betas": (0.8, 0.5), "weight_decay": 0.1},
+    "zero-sum, maximize": {"zero_sum": True, "betas": (0.8, 0.5), "maximize": True},
+    "zero-sum, no momentum": {"zero_sum": True, "betas": (0.0, 0.5)},
+    "LEAN": LEAN_SOON,
+    "LEAN, long memory": {**LEAN_SOON, "betas": (0.0, 0.99)},
+    "LEAN, momentum": {**LEAN_SOON, "betas": (0.7, 0.5), "second_moment_scale": 0.25},
     "LEAN, penalty": {
         "cls": CoupledAdam,
         "row_exponent": 0.5,
         "zero_sum": True,
+        "betas": (0.8, 0.5),
         "weight_decay": 0.1,
         "maximize": True,
     },

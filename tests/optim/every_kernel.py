@@ -241,6 +241,20 @@ class EveryKernel:
                     assert torch.equal(after["mean_update"], before["mean_update"])
                 assert not torch.equal(after["exp_avg_sq"], before["exp_avg_sq"])
 
+    @pytest.mark.parametrize("is_scaled", [False, True])
+    @pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum"])
+    def test_updates_sum_to_zero_from_a_step_on(self, name, is_scaled, kernel):
+        """From 1 / (1 - beta2) on, also where the step is counted on the device."""
+        p = self.parameter((13, 7))
+        betas = (CASES[name]["betas"][0], 0.75)
+        optimizer = optimizer_of([p], **{**CASES[name], "betas": betas}, fused=is_scaled or None)
+        for step in range(1, 7):
+            if is_scaled:
+                self.scale(optimizer, 1.0)
+            p.grad = self.gradient((13, 7), step)
+            optimizer.step()
+            assert optimizer.state[p]["mean_update"].any() == (step >= 4)
+
     @pytest.mark.parametrize("beta2", [0.999, 0.99999])
     @pytest.mark.parametrize("name", ["coupled", "LEAN"])
     def test_a_long_memory_has_no_bias(self, name, beta2, kernel):

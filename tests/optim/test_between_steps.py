@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from coupled_adam import LEAN, CoupledAdamW, FlatShard, MuonWithCoupledAdam
+from coupled_adam import CoupledAdamW, FlatShard, MuonWithCoupledAdam
 from coupled_adam.optim.sharded import full_tensor
+from optim.cases import LEAN_SOON
 from processes import run_cases, run_on_ranks
 
 V, H, STEPS = 9, 6, 6
 SPARSE = {"row_exponent": 0.75, "betas": (0.0, 0.99), "weight_decay": 0.0}
 METHODS = {
     "Coupled Adam": {"betas": (0.9, 0.95)},
-    "LEAN": {name: LEAN[name] for name in ("betas", "row_exponent", "zero_sum")},
-    "LEAN with momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.9, 0.99)},
+    "LEAN": LEAN_SOON,
+    "LEAN with momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.8, 0.5)},
 }
 
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import decoders
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
 from decoders import V, full, train
+from optim.cases import LEAN_SOON
 from processes import run_cases, run_on_ranks
 
 RANKS = 4  # of V = 5 rows the last has none
@@ -46,7 +47,7 @@ def coupled(model):
 
 
 def lean(model):
-    return CoupledAdamW(model, embeddings="lean", lr=1e-2)
+    return CoupledAdamW(model, embeddings=LEAN_SOON, lr=1e-2)
 
 
 def adamw(model):

@@ -17,20 +17,28 @@ from torch import nn
 
 from coupled_adam import CoupledAdam, FlatShard, to_adam_state_dict
 from coupled_adam.optim import sharded
+from optim.cases import LEAN_SOON
 
 STEPS = 4
+SOON = (0.8, 0.5)  # with so short a memory updates sum to zero from the second step on
 OPTIONS = (
     {},
     {"fused": False, "maximize": True},
     {"amsgrad": True, "second_moment_scale": 0.5},
     {"decoupled_weight_decay": False, "weight_decay": 0.1},
-    {"zero_sum": True},
+    {"zero_sum": True, "betas": SOON},
     {"row_exponent": 0.75},
-    {"row_exponent": 0.5, "zero_sum": True, "fused": False},
-    {"row_exponent": 0.5, "zero_sum": True},
-    {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.99)},
+    {"row_exponent": 0.5, "zero_sum": True, "betas": SOON, "fused": False},
+    {"row_exponent": 0.5, "zero_sum": True, "betas": SOON},
+    LEAN_SOON,
     {"betas": (0.0, 0.99)},
-    {"decoupled_weight_decay": False, "weight_decay": 0.1, "zero_sum": True, "maximize": True},
+    {
+        "decoupled_weight_decay": False,
+        "weight_decay": 0.1,
+        "zero_sum": True,
+        "betas": SOON,
+        "maximize": True,
+    },
 )
 
 

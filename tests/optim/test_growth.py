@@ -8,6 +8,7 @@ from torch import nn
 
 import token_models
 from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups
+from optim.cases import LEAN_SOON
 
 V, H = 32, 8
 
@@ -220,7 +221,7 @@ FORGOTTEN, BETAS = [1, 4, 5], (0.5, 0.99)
 TABLES = {
     "AdamW": {"coupled": False, "betas": BETAS, "amsgrad": True},
     "coupled": {"coupled": True, "betas": BETAS, "amsgrad": True},
-    "LEAN": {"coupled": True, "row_exponent": 0.75, "betas": (0.0, 0.99), "zero_sum": True},
+    "LEAN": {"coupled": True, **LEAN_SOON},
     "LEAN, momentum": {"coupled": True, "row_exponent": 0.75, "betas": BETAS},
     "[H, V]": {"coupled": True, "row_exponent": 0.75, "betas": BETAS, "vocab_dim": 1},
     "sparse": {

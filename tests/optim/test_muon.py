@@ -25,7 +25,13 @@ def hidden_of(model):
     return [model.block[0].weight, model.block[2].weight]
 
 
-BETWEEN = {"row_exponent": 0.5, "zero_sum": True, "second_moment_scale": 0.5, "lr": 0.2}
+BETWEEN = {
+    "row_exponent": 0.5,
+    "zero_sum": True,
+    "betas": (0.8, 0.5),
+    "second_moment_scale": 0.5,
+    "lr": 0.2,
+}
 
 
 def test_it_is_two_optimizers():

@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from coupled_adam import LEAN, CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import global_offset
 from decoders import Decoder, H, V, decoder, full, train
+from optim.cases import LEAN_SOON
 from processes import run_cases, run_on_ranks
 
 RANKS = 4
@@ -250,27 +251,27 @@ CASES = {
     "both": lambda: both(RowwiseParallel),
     "both, hidden by columns": lambda: both(ColwiseParallel),
     "both by columns": lambda: both(ColwiseParallel, columns=True),
-    "fsdp2, LEAN": lambda: data_parallel(fsdp2, embeddings="lean"),
+    "fsdp2, LEAN": lambda: data_parallel(fsdp2, embeddings=LEAN_SOON),
     "fsdp2 by columns, LEAN": lambda: data_parallel(
         lambda model: fsdp2(model, shard_placement_fn=lambda p: Shard(p.dim() - 1)),
-        embeddings="lean",
+        embeddings=LEAN_SOON,
     ),
     "hsdp, LEAN": lambda: data_parallel(
-        lambda model: fsdp2(model, mesh=two_by_two()), tied=True, embeddings="lean"
+        lambda model: fsdp2(model, mesh=two_by_two()), tied=True, embeddings=LEAN_SOON
     ),
     "cpu offload, LEAN": lambda: data_parallel(
         lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        embeddings="lean",
+        embeddings=LEAN_SOON,
     ),
     "tensor, LEAN": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two()), embeddings="lean"
+        lambda model: tensor_parallel(model, two()), embeddings=LEAN_SOON
     ),
     "tensor by columns, LEAN": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two(), ColwiseParallel), embeddings="lean"
+        lambda model: tensor_parallel(model, two(), ColwiseParallel), embeddings=LEAN_SOON
     ),
-    "both, LEAN": lambda: both(RowwiseParallel, embeddings="lean"),
+    "both, LEAN": lambda: both(RowwiseParallel, embeddings=LEAN_SOON),
     "both by columns, LEAN with momentum": lambda: both(
-        ColwiseParallel, columns=True, embeddings=LEAN | {"betas": (0.9, 0.95)}
+        ColwiseParallel, columns=True, embeddings=LEAN_SOON | {"betas": (0.7, 0.5)}
     ),
     "gradient placed otherwise": gradient_placed_otherwise,
     "refused matrices": refused_matrices,

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard
+from optim.cases import LEAN_SOON
 from optim.test_sharded import gradient, matrix, mesh_of
 from processes import run_cases, run_on_ranks
 
-LEAN = {"row_exponent": 0.75, "zero_sum": True, "betas": (0.0, 0.99)}
 STEPS = 6
 
 
@@ -92,8 +92,8 @@ OPTIONS = {
     "coupled": {},
     "coupled, reference": {"fused": False, "amsgrad": True},
     "coupled, penalty": {"cls": CoupledAdam, "weight_decay": 0.1},
-    "LEAN": LEAN,
-    "LEAN, momentum": {**LEAN, "betas": (0.9, 0.95)},
+    "LEAN": LEAN_SOON,
+    "LEAN, momentum": {**LEAN_SOON, "betas": (0.7, 0.5)},
 }
 CASES = {
     f"{where}, {name}": functools.partial(against_zeros, [Shard(dim)], options)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import (
 
 from coupled_adam import CoupledAdamW
 from coupled_adam.optim.state import entries
+from optim.cases import LEAN_SOON
 from processes import run_cases, run_on_ranks
 
 V, H, STEPS = 7, 6, 8
@@ -42,8 +43,7 @@ def gradient(step, dtype=torch.float64):
     return values
 
 
-BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
-LEAN = {**BETWEEN, "betas": (0.0, 0.99)}
+BETWEEN = {"row_exponent": 0.5, "zero_sum": True, "betas": (0.8, 0.5)}
 
 
 def step_of_one_matrix(placements, options, shape=None):
@@ -123,11 +123,11 @@ CASES = {
             ("columns, all on each rank", [Replicate(), Replicate(), Shard(1)], (*TWO_BY_REST, 1)),
         )
         for which, options in (
-            ("zero-sum", {"zero_sum": True}),
+            ("zero-sum", {"zero_sum": True, "betas": (0.8, 0.5)}),
             ("row_exponent", {"row_exponent": 0.75}),
             ("both", BETWEEN),
             ("both, reference", {**BETWEEN, "fused": False, "maximize": True}),
-            ("LEAN", LEAN),
+            ("LEAN", LEAN_SOON),
             ("no momentum", {"betas": (0.0, 0.99)}),
         )
     },

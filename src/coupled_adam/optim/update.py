@@ -100,6 +100,9 @@ def update_lean(
     # 3. nu and d, by the sums over all ranks
     for matrix, total in zip(summed, add_up(vectors)):
         reference.finish(matrix, total)
+    for matrix, scalars in stepping:
+        if matrix.mean_update is not None:
+            reference.begin_zero_sum(matrix, scalars.t)
 
 
 class _Cut:

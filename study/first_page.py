@@ -24,19 +24,16 @@ def adamw(model: PreTrainedModel, recipe: Recipe, _: Arm) -> Optimizer:
 
 def lean(model: PreTrainedModel, recipe: Recipe, _: Arm) -> Optimizer:
     """The line after."""
-    return _lean(model, recipe, recipe.steps)
-
-
-def lean_15000(model: PreTrainedModel, recipe: Recipe, _: Arm) -> Optimizer:
-    """The line after as it was when `steps=` chose 15,000 / steps, which is half of today's."""
-    return _lean(model, recipe, 2 * recipe.steps)
-
-
-def _lean(model: PreTrainedModel, recipe: Recipe, steps: int) -> Optimizer:
-    lr, betas = recipe.training.lr, recipe.training.betas
-    return CoupledAdamW(model, lr=lr, betas=betas, embeddings="lean", steps=steps, fused=True)
+    training = recipe.training
+    return CoupledAdamW(
+        model,
+        lr=training.lr,
+        betas=training.betas,
+        embeddings="lean",
+        steps=recipe.steps,
+        fused=True,
+    )
 
 
 BEFORE = Variant(build_optimizer=adamw, sequence_losses=losses)
 AFTER = Variant(build_optimizer=lean, sequence_losses=losses)
-AFTER_15000 = Variant(build_optimizer=lean_15000, sequence_losses=losses)

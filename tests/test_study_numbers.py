@@ -386,8 +386,10 @@ def test_the_second_edition():
 def test_the_first_page():
     def change(steps, beta2, before):
         """How the loss changes with the line, by pairs of the same seed."""
-        names = (("first_page", f"{steps} steps {line} 0.9 {beta2}") for line in ("line", before))
-        return differences(*names, "documents")
+        # The longest are of LEAN's second edition.
+        runs = [f"{steps} steps {line} 0.9 {beta2}" for line in ("line", "line second", before)]
+        after, *_, before = [("first_page", run) for run in runs if run in results("first_page")]
+        return differences(after, before, "documents")
 
     for steps, beta2 in itertools.product((600, 2400, 9768), (0.999, 0.95)):
         assert np.mean(change(steps, beta2, "adamw")) < 0  # as the README says
@@ -397,8 +399,6 @@ def test_the_first_page():
         assert max(losses, key=losses.get) == 25
     without = [np.mean(change(steps, 0.999, "adamw")[:4]) for steps in (600, 2400)]
     said("its differences are # after 600 and # after 2,400 steps", *without)
-    by_rule = change(9768, 0.999, "line 15000")
-    said("the line's loss at torch's betas after 9,768 steps was # higher", -np.mean(by_rule))
     # A rate of their own for the embeddings is what most of it is, after 600 steps.
     usual = mean("learning_rate", "lr=0.005 adamw")
     own = np.mean([seeds("between", "adamw n=9", "valid")[seed] for seed in (1, 2, 3)])
@@ -779,7 +779,7 @@ def test_the_mean_norm_at_the_end_of_each_run():
     patterns = {
         "AdamW": r"(?<!centered )\badamw\b",
         "Coupled Adam": r"\bcoupled\b(?! input)",
-        "with `zero_sum`": r"\blean2?\b(?!.* free)",
+        "with `zero_sum`": r"(?<!64k )\blimit later\b",  # 64k has fewer than 100 steps
     }
     ends = {name: [] for name in patterns}
     for path in (ROOT / "study/results").glob("*.json"):
@@ -788,10 +788,9 @@ def test_the_mean_norm_at_the_end_of_each_run():
                 if re.search(patterns[name], run):
                     kept = seeds(path.stem, run).values()
                     ends[name] += [r["mean_norm_ratio"] for r in kept if "mean_norm_ratio" in r]
-    assert min(map(len, ends.values())) > 150
-    for name in ("AdamW", "Coupled Adam"):
-        said(f"| {name} | # to # |", min(ends[name]), max(ends[name]), page=PRACTICE)
-    said("| with `zero_sum`, ... below # here |", max(ends["with `zero_sum`"]), page=PRACTICE)
+    assert min(map(len, ends.values())) > 20
+    for name, numbers in ends.items():
+        said(f"| {name}... | # to # |", min(numbers), max(numbers), page=PRACTICE)
 
 
 def test_what_the_paper_argues():

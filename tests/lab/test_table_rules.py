@@ -140,9 +140,9 @@ CASES = {
     "adam": (adam, {}),
     "adam, zero-sum": (without_mean(adam), {"zero_sum": True}),
     "adam, half": (without_mean(adam, exponent=0.5), {"zero_sum": True, "exponent": 0.5}),
-    "lean": (lean(relative=False), {}),
+    "lean": (lean(relative=False), {"zero_sum_from": 0}),
     "lean, free": (lean(False, np.inf), {"zero_sum_from": np.inf}),
-    "lean, relative": (lean(relative=True), {"relative": True}),
+    "lean, relative": (lean(relative=True), {"relative": True, "zero_sum_from": 0}),
     "lean, relative, later": (lean(True, 3), {"relative": True, "zero_sum_from": 3 * (1 - 0.99)}),
     "first_lean": (first_lean_in_two_passes, {"delayed": False}),
     "ember": (ember, {}),
@@ -259,13 +259,16 @@ def test_a_scale_on_a_column_changes_nothing(gradients):
 
 
 def test_the_rule_lean_is_lean(gradients):
-    """Of the package: both only measure in the first step."""
+    """Of the package: both only measure in the first step, and later take back what the mean moved.
+
+    With a beta2 of 0.5 from the second step on.
+    """
     (table, _), (ours, _) = tables(), tables()
-    lean = RULES["lean"]
-    group = {"params": [table], "betas": lean.betas, "rule": "lean", **lean.options}
+    lean, betas = RULES["lean"], (0.0, 0.5)
+    group = {"params": [table], "betas": betas, "rule": "lean", **lean.options}
     rule = TableRuleAdamW([group], lr=LR, eps=EPS)
     options = {key: value for key, value in LEAN.items() if key != "lr_factor"}
-    options |= {"params": [ours], "coupled": True, "weight_decay": 0.0}
+    options |= {"params": [ours], "coupled": True, "weight_decay": 0.0, "betas": betas}
     package = CoupledAdamW([options], lr=LR, eps=EPS)
     for optimizer, matrix in ((rule, table), (package, ours)):
         stepped(optimizer, (matrix,), gradients)

@@ -46,7 +46,7 @@ def adam(g: Tensor, group: Group, state: State) -> Tensor:
 
 
 def lean(g: Tensor, group: Group, state: State) -> Tensor:
-    """LEAN, and a candidate for its next edition, ``relative``.
+    """LEAN, and a candidate that was not taken, ``relative``.
 
     All sums over rows are those of the step before. Beside :data:`coupled_adam.LEAN`, which
     compares rows with the geometric mean of the columns' second moments, ``relative`` measures rows
@@ -219,7 +219,7 @@ class Rule:
     options: Mapping[str, bool | float] = field(default_factory=dict)
 
 
-_LEAN = {"exponent": 0.75, "relative": False, "zero_sum_from": 0.0}
+_LEAN = {"exponent": 0.75, "relative": False, "zero_sum_from": 1.0}
 _FIRST_LEAN = {"exponent": 0.75, "delayed": True, "column_weight": 0.0, "zero_sum": True}
 
 

@@ -29,13 +29,14 @@ reads g and reads and writes e once::
     nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2                    (exp_avg_sq)
     d    = (1/k) sum_i u_i from step 1 / (1 - beta2) on, before 0      (mean_update)
 
-A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
-the others. The next step takes back d, the distance by which this one moved the mean embedding; not
-so in the first steps, in which rare tokens move furthest, all of them against the mean hidden
-state: taken back from the frequent ones, this costs up to 0.2 of the loss at low rates. A column with nu = 0 does not move (c_j = 0), as nothing is known of it yet: so the first step of LEAN
-moves nothing, except by weight decay, and only measures. A row whose squares overflow has w_i = 0,
-and a column whose squares overflow has c_j = 0 and is left out of rho: they are not updated any
-more, and the others are not affected. At lr = 0 nothing moves: d is kept for a later step.
+A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of the
+others. The next step takes back d, the distance by which this one moved the mean embedding; not so
+in the first steps, in which rare tokens move furthest, all of them against the mean hidden state:
+taken back from the frequent ones, this costs up to 0.2 of the loss at low rates. A column with nu =
+0 does not move (c_j = 0), as nothing is known of it yet: so the first step of LEAN moves nothing,
+except by weight decay, and only measures. A row whose squares overflow has w_i = 0, and a column
+whose squares overflow has c_j = 0 and is left out of rho: they are not updated any more, and the
+others are not affected. At lr = 0 nothing moves: d is kept for a later step.
 
 Large gradients that are finite are bounded, too. rho is the geometric mean of nu, in which a column
 counts as at most e^L = 10^4 times the others (or that part of them), so that a single element does

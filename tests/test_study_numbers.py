@@ -779,7 +779,7 @@ def test_the_mean_norm_at_the_end_of_each_run():
     patterns = {
         "AdamW": r"(?<!centered )\badamw\b",
         "Coupled Adam": r"\bcoupled\b(?! input)",
-        "with `zero_sum`": r"(?<!64k )\blimit later\b",  # 64k has fewer than 100 steps
+        "with `zero_sum`, as in LEAN": r"(?<!64k )\blimit later\b",  # 64k has fewer than 100 steps
     }
     ends = {name: [] for name in patterns}
     for path in (ROOT / "study/results").glob("*.json"):
@@ -788,9 +788,9 @@ def test_the_mean_norm_at_the_end_of_each_run():
                 if re.search(patterns[name], run):
                     kept = seeds(path.stem, run).values()
                     ends[name] += [r["mean_norm_ratio"] for r in kept if "mean_norm_ratio" in r]
-    assert min(map(len, ends.values())) > 20
+    assert min(map(len, ends.values())) > 10
     for name, numbers in ends.items():
-        said(f"| {name}... | # to # |", min(numbers), max(numbers), page=PRACTICE)
+        said(f"| {name} | # to # |", min(numbers), max(numbers), page=PRACTICE)
 
 
 def test_what_the_paper_argues():

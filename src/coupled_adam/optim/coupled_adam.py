@@ -93,9 +93,9 @@ class CoupledAdam(torch.optim.Adam):
             depends on its own average squared gradient, to the power -a/2 (see
             :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
             number of state for each token, ``row_exp_avg_sq`` [V].
-        zero_sum: subtract the mean of the rows' updates from each of them, from step 1 / (1 - beta2)
-            on, so that a step does not move the mean embedding, except by weight decay and
-            rounding; beyond the paper, too.
+        zero_sum: subtract the mean of the rows' updates from each of them, from step
+            1 / (1 - beta2) on, so that a step does not move the mean embedding, except by weight
+            decay and rounding; beyond the paper, too.
         stochastic_rounding: round updated bfloat16 parameters up or down at random, so that small
             updates are kept on average (see :mod:`coupled_adam.optim.rounding`).
         embeddings: how the coupled matrices of a model, or those that ``vocab_size`` finds, are

@@ -624,6 +624,21 @@ def _first_page() -> dict[str, Entry]:
     }
 
 
+def _disturbed() -> dict[str, Entry]:
+    """Gradients that jump after clipping, and Coupled Adam where none does."""
+    arms = {
+        "adamw 0 0.999": {**WITHOUT_MOMENTUM, "lr_factor": 16.0},
+        "coupled n=5": {**COUPLED, "lr_factor": 2**2.5},
+        "lean": {**LEAN2, "beta2": 0.99, "lr_factor": 16.0},
+    }
+    jumps = {"none": FAST, "all": "disturbed:ALL", "row": "disturbed:ROW"}
+    return {
+        f"{jump} {arm}": Entry(options, SECOND_SETTINGS["1.2M"], variant)
+        for jump, variant in jumps.items()
+        for arm, options in arms.items()
+    }
+
+
 def _geometric() -> dict[str, Entry]:
     """The geometric mean alone, beside LEAN as it was, with the same beta2."""
     overrides, options = SECOND_SETTINGS["1.2M"], {**WITHOUT_MOMENTUM, "beta2": 0.99}
@@ -744,6 +759,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "rate_rule": _rate_rule(),
     "first_page": _first_page(),
     "geometric": _geometric(),
+    "disturbed": _disturbed(),
     "screening": _screening(),
     "finals": _finals(),
     "final_rates": {

@@ -8,7 +8,15 @@ from scipy import stats
 from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
-from .questions import FINAL_ARMS, FINAL_SETTINGS, FORMULA_SETTINGS, QUESTIONS, RATES_BESIDE
+from .questions import (
+    BESIDE,
+    CHOSEN,
+    FINAL_ARMS,
+    FINAL_SETTINGS,
+    FORMULA_SETTINGS,
+    QUESTIONS,
+    RATES_BESIDE,
+)
 from .rows import Line, by_seed, results, runs
 
 LEAN, ADAMW, EMBER = FINAL_ARMS
@@ -104,7 +112,21 @@ def best(tried: Mapping[float, Lines]) -> tuple[float, Lines]:
 
 
 def at_best_rate(setting: str, arm: str) -> tuple[float, Lines]:
-    """An optimizer of the finals at its best factor."""
+    """An optimizer of the finals at its best factor; LEAN is the third edition as far as it ran."""
+    if arm == LEAN:
+        factor = CHOSEN[setting][1]
+        third = {
+            factor * multiple: [line]
+            for times, multiple in BESIDE.items()
+            if runs(line := Line("", "formula", f"{setting} limit later {times}"))
+        }
+        if third:
+            return best(third)
+    return at_best_rate_before(setting, arm)
+
+
+def at_best_rate_before(setting: str, arm: str) -> tuple[float, Lines]:
+    """The same with LEAN's second edition."""
     tried = at_rates(setting, arm)
     # After 9,768 steps there are five seeds at the earlier rate, and beside it single runs that
     # were made for the rule of the rate alone.
@@ -175,7 +197,7 @@ def formula_table() -> Table:
     for setting, (_, factor) in FORMULA_SETTINGS.items():
         name, low, _ = setting.partition(" low")
         tried = [
-            at_rates(name, arm).get(factor, ()) if low else at_best_rate(name, arm)[1]
+            at_rates(name, arm).get(factor, ()) if low else at_best_rate_before(name, arm)[1]
             for arm in (ADAMW, LEAN)
         ]
         tried += [

@@ -368,29 +368,41 @@ def step_time(optimizer: str) -> float:
 
 
 EDITIONS = {
-    "600 steps": (("geometric", "first 0 0.99"), ("geometric", "lean2 0 0.99")),
+    "600 steps": (
+        ("geometric", "first 0 0.99"),
+        ("geometric", "lean2 0 0.99"),
+        ("formula", "1.2M limit later x1"),
+    ),
     "9,768 steps": (
         ("one_pass_longer", "plain delayed n=1"),
         ("finals", "9768 steps lean2 0 0.99"),
     ),
-    "4,800 steps of 512 tokens": (("rate_rule", "512 lean x2"), ("finals", "512 lean2 0 0.99")),
+    "4,800 steps of 512 tokens": (
+        ("rate_rule", "512 lean x2"),
+        ("finals", "512 lean2 0 0.99"),
+        ("formula", "512 limit later x1"),
+    ),
     "the same at half the rate": (
         ("rate_rule", "512 lean x1"),
         ("final_rates", "512 lean2 0 0.99 x0.5"),
+        ("formula", "512 low limit later x1"),
     ),
 }
-"""Where LEAN's first edition and the second have had the same rate."""
+"""Where LEAN's editions have had the same rate."""
 
 
 def _editions() -> Table:
-    """The validation losses of LEAN's two editions, and their seeds."""
+    """The validation losses of LEAN's editions, and their seeds."""
     lines = []
     for label, editions in EDITIONS.items():
-        first, second = (Line("", *edition) for edition in editions)
-        seeds = [f"{min(runs(line))} to {max(runs(line))}" for line in (first, second)]
-        shown = ", ".join(dict.fromkeys(seeds)).replace("7 to 7", "7")
-        lines.append([label, *(cell(x, [], "valid_loss") for x in (first, second)), shown])
-    return Table(["", "first edition", "second edition", "seeds"], lines)
+        tried = [Line("", *edition) for edition in editions]
+        seeds = [
+            " to ".join(map(str, dict.fromkeys((min(x), max(x))))) for x in map(runs, tried) if x
+        ]
+        losses = (cell(x, [], "valid_loss") for x in tried)
+        blank = [""] * (3 - len(tried))
+        lines.append([label, *losses, *blank, ", ".join(dict.fromkeys(seeds))])
+    return Table(["", "first edition", "second edition", "third edition", "seeds"], lines)
 
 
 def _first_page() -> Table:

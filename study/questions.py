@@ -573,6 +573,26 @@ def _formula() -> dict[str, Entry]:
     }
 
 
+HELD_OUT_SETTINGS: dict[str, dict[str, Any]] = {
+    "2400 steps of 512": _few_steps(2400, **_batch(8, 2400)),
+    "3600 steps of 1k, H=32": {**NARROW, **_few_steps(3600, **_batch(16, 3600))},
+}
+"""Settings that no rule for the rate was read from."""
+
+
+def _held_out_rates() -> dict[str, Entry]:
+    """LEAN's third edition at C / steps times the core's rate."""
+    return {
+        f"{setting} C={constant}": Entry(
+            {**LEAN2, "beta2": 0.99, "lr_factor": constant / overrides["training.steps"]},
+            overrides,
+            FAST,
+        )
+        for setting, overrides in HELD_OUT_SETTINGS.items()
+        for constant in (15_000, 21_213, 30_000, 42_426, 60_000)
+    }
+
+
 def _cores() -> dict[str, Entry]:
     """Optimizers of the embeddings beside an 8-bit core, at their best factors beside AdamW."""
     adamw = {**ADAMW, "beta1": 0.9, "beta2": 0.95}
@@ -770,6 +790,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "rivals": _rivals(),
     "cores": _cores(),
+    "held_out_rates": _held_out_rates(),
     # LEAN with an exponent of 0.5 in small batches, at the rates of the finals
     "small_batches": {
         f"{name} lean2 0 0.99 a=0.5 {times}": _final(

@@ -384,25 +384,21 @@ def test_the_only_table_of_a_model_that_is_no_language_model(name):
         CoupledAdamW(groups)  # says nothing more
 
 
-@pytest.mark.parametrize("vocab_size", [None, V])
-def test_factors_of_adapters(vocab_size):
+@pytest.mark.parametrize("vocab_size", [None, 1000])
+@pytest.mark.parametrize("name", ["lora of the head", "lora of the table"])
+def test_factors_of_adapters(name, vocab_size):
     """As PEFT has them, with V rows or columns; a warning says that the embeddings are frozen."""
-    model = of({"embed_tokens": nn.ModuleDict(), "lm_head": nn.ModuleDict()})
-    model["embed_tokens"]["base_layer"] = nn.Embedding(V, H)
-    model["embed_tokens"]["lora_embedding_A"] = nn.ParameterDict({"default": torch.ones(4, V)})
-    model["lm_head"]["base_layer"] = nn.Linear(H, V)
-    model["lm_head"]["lora_A"] = of({"default": nn.Linear(H, 4, bias=False)})
-    model["lm_head"]["lora_B"] = of({"default": nn.Linear(4, V, bias=False)})
-    for name, p in model.named_parameters():
-        p.requires_grad_("lora" in name)
+    build, _ = hand_written_models.MODELS[name]
+    model = build()
     assert embedding_parameters(model, vocab_size=vocab_size) == {}
-    message = r"the token embeddings are frozen: 'embed_tokens.base_layer.weight' \[40, 16\], 'lm_h"
-    with pytest.warns(UserWarning, match=message) as caught:
+    with pytest.warns(
+        UserWarning, match=r"the token embeddings are frozen: 'tok.*\[1000, 32\]"
+    ) as caught:
         CoupledAdamW(param_groups(model, vocab_size=vocab_size))
     assert len(caught) == 1
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     with pytest.raises(ValueError, match="have this size: none"):
-        CoupledAdamW(trained, vocab_size=V)
+        CoupledAdamW(trained, vocab_size=1000)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Steps of a model on a GPU: counted, scaled, captured and compiled there, and very large.
 
-The first two also run on a CPU; ``test_cuda.py`` has the update of a matrix in every dtype and
-layout.
+``test_cuda.py`` has the update of a matrix in every dtype and layout, ``test_torch.py`` the scaler
+on a CPU.
 """
 
 import copy
@@ -13,10 +13,10 @@ from torch import nn
 from coupled_adam import CoupledAdam, CoupledAdamW
 from optim.cases import CASES, optimizer_of
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-needs_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of compilers and of graphs
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore"),  # torch's, of compilers and of graphs
+]
 
 LEAN = CASES["LEAN"]
 STEPS = {
@@ -44,7 +44,7 @@ def each(*names):
 class Model:
     """A model with two coupled matrices, and its optimizer."""
 
-    def __init__(self, dtype=torch.float32, device=DEVICE, cls=CoupledAdamW, lr=1e-2, **options):
+    def __init__(self, dtype=torch.float32, device="cuda", cls=CoupledAdamW, lr=1e-2, **options):
         torch.manual_seed(0)
         layers = nn.Embedding(4000, 96), nn.Linear(96, 96), nn.Linear(96, 4000)
         self.layers = nn.Sequential(*layers).to(dtype).to(device)
@@ -72,21 +72,18 @@ class Model:
 @each(*STEPS)
 def test_steps_are_a_cpus(options):
     """In float64 there; and none of them waits for the device."""
-    if not HAS_GPU and options.get("capturable"):
-        pytest.skip("needs a GPU")
     rules = {name: x for name, x in options.items() if name not in ("fused", "capturable")}
     ours, theirs = Model(**options), Model(torch.float64, "cpu", **rules)
     for step in range(5):
         for model in (ours, theirs):
             model.set_gradients(step, 1e-2 if step % 2 else 1.0)
         theirs.optimizer.step()
-        if HAS_GPU and step > 1:  # the first two compile, and make the state
+        if step > 1:  # the first two compile, and make the state
             torch.cuda.set_sync_debug_mode("error")
         try:
             ours.optimizer.step()
         finally:
-            if HAS_GPU:
-                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("default")
     ours.assert_close(theirs, rtol=2e-5, atol=2e-6)
 
 
@@ -94,8 +91,8 @@ def test_steps_are_a_cpus(options):
 def test_grad_scaler(options):
     """The scale is taken from gradients, and an overflow changes nothing."""
     ours, theirs = Model(**options), Model(**options)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=1000)
-    ids = torch.arange(64, device=DEVICE)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1000)
+    ids = torch.arange(64, device="cuda")
 
     def loss(model):
         model.optimizer.zero_grad()
@@ -115,7 +112,6 @@ def test_grad_scaler(options):
     torch.testing.assert_close(ours.layers.state_dict(), before, rtol=0, atol=0)
 
 
-@needs_a_gpu
 def test_triton_runs():
     model = Model()
     model.set_gradients(0)
@@ -123,7 +119,6 @@ def test_triton_runs():
     assert {update.kernel.__name__ for update in coupled} == {"coupled_adam.optim.kernels.triton"}
 
 
-@needs_a_gpu
 @pytest.mark.parametrize("is_rounded", [False, True], ids=["", "rounded"])
 @each("capturable", "capturable, fused", "LEAN, capturable")
 def test_captured(options, is_rounded):
@@ -153,7 +148,6 @@ def test_captured(options, is_rounded):
     assert captured.optimizer.state[captured.layers[0].weight]["step"] == 13
 
 
-@needs_a_gpu
 @pytest.mark.parametrize("name", ["coupled", "LEAN", "LEAN, momentum"])
 def test_not_captured_before_the_first_step(name):
     """A capture that would have to make the state, or compile, is refused and changes nothing."""
@@ -169,10 +163,9 @@ def test_not_captured_before_the_first_step(name):
     captured.assert_close(eager, rtol=0, atol=0)
 
 
-@needs_a_gpu
 @each("default", "LEAN")
 def test_compiled(options):
-    options = {**options, "lr": torch.tensor(1e-2).to(DEVICE), "capturable": True}
+    options = {**options, "lr": torch.tensor(1e-2).cuda(), "capturable": True}
     ours, theirs = Model(**options), Model(**options)
     step_compiled = torch.compile(ours.optimizer.step)
     for step in range(3):
@@ -182,14 +175,13 @@ def test_compiled(options):
     ours.assert_close(theirs, rtol=2e-5, atol=2e-6)
 
 
-@needs_a_gpu
 def test_more_than_2_to_the_31_elements():
     """The last rows, which lie beyond; nu, which is of all rows."""
     rows, columns = 2**31 // 4096 + 64, 4096
     if torch.cuda.mem_get_info()[0] < 4 * 2 * rows * columns:
         pytest.skip("needs 18 GB of free memory on the GPU")
-    p = nn.Parameter(torch.full((rows, columns), 0.5, device=DEVICE, dtype=torch.bfloat16))
-    p.grad = torch.randn(64, columns, device=DEVICE).bfloat16().repeat(rows // 64, 1)
+    p = nn.Parameter(torch.full((rows, columns), 0.5, device="cuda", dtype=torch.bfloat16))
+    p.grad = torch.randn(64, columns, device="cuda").bfloat16().repeat(rows // 64, 1)
     small = nn.Parameter(p.detach()[-64:].clone())
     small.grad = p.grad[-64:].clone()
     optimizer, control = optimizer_of([p]), optimizer_of([small], fused=False)

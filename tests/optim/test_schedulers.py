@@ -30,26 +30,43 @@ def warnings_of_steps(model, optimizer, before_step=lambda: None):
     return [str(warning.message) for warning in caught]
 
 
+def lean(model, **options):
+    return CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100, **options)
+
+
+def set_all(optimizer, rate):
+    """As a loop does that knows of one rate, or of the factor, too."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate(group)
+
+
 def test_one_rate_for_all_groups_is_named_once(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
-
-    def set_all():
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4
-
-    (message,) = warnings_of_steps(model, optimizer, set_all)
+    optimizer = lean(model)
+    (message,) = warnings_of_steps(model, optimizer, lambda: set_all(optimizer, lambda _: 5e-4))
     assert "2 times the learning rate of the others, but now has theirs, 0.0005" in message
 
 
-def test_a_loop_that_multiplies_the_factor_is_right(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+RIGHT = {
+    "a loop that multiplies the factor": (
+        lean,
+        lambda o: set_all(o, lambda group: 5e-4 * group.get("initial_lr_factor", 1)),
+    ),
+    "a schedule that scales": (lean, lambda o: LambdaLR(o, lambda step: 0.5)),
+    "equal rates by choice": (lambda m: CoupledAdamW(m, lr=1e-3), lambda o: None),
+    "a momentum that was there": (
+        lambda m: CoupledAdamW(m, lr=1e-3),
+        lambda o: CYCLES["CyclicLR"](o, [1e-3] * len(o.param_groups)),
+    ),
+}
 
-    def set_all():
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4 * group.get("initial_lr_factor", 1)
 
-    assert warnings_of_steps(model, optimizer, set_all) == []
-    assert [group["lr"] for group in optimizer.param_groups][-1] == 1e-3
+@pytest.mark.parametrize(("make", "change"), RIGHT.values(), ids=RIGHT)
+def test_nothing_is_said_where_all_is_right(make, change, model):
+    optimizer = make(model)
+    change(optimizer)
+    assert warnings_of_steps(model, optimizer) == []
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates[-1] == rates[0] * optimizer.param_groups[-1].get("initial_lr_factor", 1)
 
 
 CYCLES = {
@@ -62,7 +79,7 @@ CYCLES = {
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_schedule_that_gives_lean_a_momentum(model, cycle, resumed):
     """Named once, with what to pass; without momentum there is nothing to say."""
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    optimizer = lean(model)
     rates = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
     if resumed:  # in the middle of a training, after a pickle
         assert warnings_of_steps(model, optimizer) == []
@@ -70,16 +87,10 @@ def test_a_schedule_that_gives_lean_a_momentum(model, cycle, resumed):
     cycle(optimizer, rates)
     (message,) = warnings_of_steps(model, optimizer)
     assert re.search(r"beta1 = 0, .* betas=\(0\.\d+, 0\.99\).*cycle_momentum=False", message)
-    other = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    other = lean(model)
     cycle(other, rates, cycle_momentum=False)
     assert warnings_of_steps(model, other) == []
     assert "exp_avg" not in other.state[model[0].weight]
-
-
-def test_a_momentum_that_was_there_is_not_named(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
-    CYCLES["CyclicLR"](optimizer, [1e-3] * len(optimizer.param_groups))
-    assert warnings_of_steps(model, optimizer) == []
 
 
 OPTIMIZERS = {
@@ -165,21 +176,10 @@ def test_a_scheduler_after_a_switch(make, model):
             taken.step()
 
 
-def test_schedulers_that_scale_keep_the_factor(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
-    LambdaLR(optimizer, lambda step: 0.5)
-    assert warnings_of_steps(model, optimizer) == []
-
-
-def test_equal_rates_by_choice_are_not_named(model):
-    optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
-    assert warnings_of_steps(model, optimizer) == []
-
-
 @pytest.mark.parametrize("eta_min", [1e-4, 0.0])
 def test_a_schedule_that_leads_all_rates_to_one_number(eta_min, model):
     """It is named within the run, once; with 0 at its end the ratio stays."""
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=100, vocab_size=100)
+    optimizer = lean(model, steps=100)
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=eta_min)
     messages = []
     for _ in range(4):
@@ -193,11 +193,11 @@ def test_a_schedule_that_leads_all_rates_to_one_number(eta_min, model):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_more_steps_than_were_said(resumed, model):
     """Named once, by the count in the state; up to a tenth more are no mistake."""
-    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=3, vocab_size=100)
+    optimizer = lean(model, steps=3)
     assert warnings_of_steps(model, optimizer) == []
     if resumed:
         saved = optimizer.state_dict()
-        optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", steps=3, vocab_size=100)
+        optimizer = lean(model, steps=3)
         optimizer.load_state_dict(saved)
     messages = [*warnings_of_steps(model, optimizer), *warnings_of_steps(model, optimizer)]
     assert len(messages) == 1

@@ -1,10 +1,12 @@
 """A step of tables with sparse gradients, beside torch's optimizers for them.
 
     python benchmarks/sparse_tables.py --out benchmarks/results/sparse_tables.json
+    python benchmarks/sparse_tables.py --shared benchmarks/results/shared_table.json
     python benchmarks/sparse_tables.py --bags benchmarks/results/embedding_bags.json
 
-The second, of a recommender's weighted bags, runs in the environment of ``make test-torchrec``: it
-needs FBGEMM, where lookups, backward pass and step are one.
+The second is of a table that several processes share, each with a thread and its own lookups. The
+third, of a recommender's weighted bags, runs in the environment of ``make test-torchrec``: it needs
+FBGEMM, where lookups, backward pass and step are one.
 
 Each gradient has 8,192 lookups that follow Zipf's law, so many of them are of the same rows. The
 optimizers of a case take their steps in turn in one process, each with a table of its own, and with
@@ -28,11 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bench.machine import describe_machine
 from torch import Tensor, nn
 
 from coupled_adam import CoupledAdamW
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 LOOKUPS, ROUNDS = 8192, 40
 LEAN = {"coupled": True, "row_exponent": 0.75, "betas": (0.0, 0.99), "weight_decay": 0.0}
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -212,6 +216,41 @@ def fbgemm() -> tuple[Callable[..., Tensor], None, dict[str, Tensor]]:
     return table, None, {"sum": state}
 
 
+def shared_steps() -> dict[str, float]:
+    """Milliseconds of the parts of a step on this rank, and of gloo's sum of sparse gradients."""
+    sys.path.insert(0, str(EXAMPLES))
+    from shared_host_table import of_all, shared
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    table = nn.Embedding.from_pretrained(shared(*BAGS), freeze=False, sparse=True)
+    rows, values = shared(ranks, LOOKUPS, dtype=torch.long), shared(ranks, LOOKUPS, BAGS[1])
+    optimizer = OPTIMIZERS["LEAN"]([table.weight])
+    if rank == 0:
+        nn.init.constant_(table.weight, 0.01)
+    times: dict[str, list[float]] = {"lookups": [], "exchange": [], "step": [], "all_reduce": []}
+    for step in range(ROUNDS + 3):
+        ids = gradient(BAGS[0], 1, ranks * step + rank, coalesced=False)._indices()[0]
+        dist.barrier()
+        marks = [time.perf_counter()]
+        table(ids).square().sum().backward()
+        marks.append(time.perf_counter())
+        own, whole = table.weight.grad, of_all(table.weight.grad, rows, values)
+        marks.append(time.perf_counter())
+        table.weight.grad = whole if rank == 0 else None
+        optimizer.step()
+        dist.barrier()
+        marks.append(time.perf_counter())
+        optimizer.zero_grad()
+        dist.all_reduce(own)
+        marks.append(time.perf_counter())
+        for name, began, ended in zip(times, marks, marks[1:]):
+            times[name].append(1000 * (ended - began))
+    dist.destroy_process_group()
+    return {name: statistics.median(x[3:]) for name, x in times.items()}
+
+
 def untied_markdown(results: dict[str, Any]) -> str:
     """The rows of the second table on docs/tables.md."""
     return "".join(
@@ -220,10 +259,19 @@ def untied_markdown(results: dict[str, Any]) -> str:
     )
 
 
+def shared_sentence(results: dict[str, Any]) -> str:
+    """What docs/tables.md says of two processes with a table, and of four."""
+    two, four = (
+        "{lookups:.1f}, {exchange:.1f} and {step:.1f}".format(**results["processes"][n])
+        for n in ("2", "4")
+    )
+    return f"Lookups, exchange and step take 2 processes {two} ms, and 4 {four}"
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The rows of the table on docs/tables.md: of the largest that several optimizers update."""
     return "".join(
-        f"| {case['rows']:,} x {case['columns']} | {name} | {case['as it is'][name]['ms']:.2f} | "
+        f"| {name} | {case['as it is'][name]['ms']:.2f} | "
         f"{case['bytes of state'][name] / 1e9:.3f} |\n"
         for case in results["cases"]
         for name in case["as it is"]
@@ -238,7 +286,13 @@ def main() -> None:
     paths = parser.add_mutually_exclusive_group(required=True)
     paths.add_argument("--out", type=Path)
     paths.add_argument("--bags", type=Path)
+    paths.add_argument("--shared", type=Path)
     options = parser.parse_args()
+    if "RANK" in os.environ:
+        own = shared_steps()
+        if os.environ["RANK"] == "0":
+            options.shared.write_text(json.dumps(own))
+        return
     warnings.simplefilter("ignore")
     machine = describe_machine("cpu").to_dict()
     if options.bags is not None:
@@ -246,6 +300,15 @@ def main() -> None:
         whole = {"machine": machine, "torch": torch.__version__, "bags": own}
         options.bags.write_text(json.dumps(whole, indent=1) + "\n")
         print(json.dumps(own, indent=1))
+        return
+    if options.shared is not None:
+        results = {"machine": machine, "torch": torch.__version__, "processes": {}}
+        for n in ("1", "2", "4"):
+            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", n)
+            subprocess.run([sys.executable, *torchrun, *sys.argv], check=True)
+            results["processes"][n] = json.loads(options.shared.read_text())
+        options.shared.write_text(json.dumps(results, indent=1) + "\n")
+        print(shared_sentence(results))
         return
     results: dict[str, Any] = {"machine": machine, "cases": []}
     for rows, columns, names, large_pages in CASES:

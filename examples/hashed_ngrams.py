@@ -9,10 +9,10 @@ The model is on a GPU if there is one, and the table stays on the CPU.
 import argparse
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coupled_adam import CoupledAdamW, clip_grad_norm_, param_groups
-from text import batch, small_gpt2
+from text import HashedTrigrams, batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
@@ -20,29 +20,10 @@ parser.add_argument("--rows", type=int, default=1_000_000)
 options = parser.parse_args()
 
 
-class HashedTrigrams(nn.Module):
-    """The embedding of the last three tokens, by a hash of their ids."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(rows, width, sparse=True)
-        nn.init.zeros_(self.table.weight)  # so that it adds nothing before it has learned
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[batch, length] to [batch, length, width], on the device of the ids."""
-        padded = nn.functional.pad(ids.cpu(), (2, 0))
-        first, second, third = (padded[:, i : i + ids.shape[1]] for i in range(3))
-        hashes = (first * 36_313 + second * 27_191 + third * 51_647) % self.table.num_embeddings
-        rows: Tensor = self.table(hashes)  # where the table is
-        if ids.is_cuda:
-            rows = rows.pin_memory()  # autograd brings the gradient back the same way
-        return rows.to(ids.device, non_blocking=True)
-
-
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = nn.ModuleDict({"gpt2": small_gpt2().to(device)})
 if options.rows:
-    model["trigrams"] = HashedTrigrams(options.rows, 64)
+    model["trigrams"] = HashedTrigrams(torch.zeros(options.rows, 64))
 groups = param_groups(model, "lean", steps=options.steps)
 print(groups)  # the table has a group of its own, without zero_sum
 optimizer = CoupledAdamW(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

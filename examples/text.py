@@ -1,9 +1,9 @@
-"""Model and text of the examples: a small GPT-2, and the bytes of Python's language reference."""
+"""What examples train: a small GPT-2, a hashed table, the bytes of Python's language reference."""
 
 from pydoc_data.topics import topics
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
@@ -35,3 +35,24 @@ def batch(step: int, size: int = 16) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(TEXT) - LENGTH, (size,), generator=generator)
     return TEXT[starts[:, None] + torch.arange(LENGTH)]
+
+
+class HashedTrigrams(nn.Module):
+    """The embedding of the last three tokens, by a hash of their ids.
+
+    Its table [rows, width] begins with zeros, so that it adds nothing before it has learned.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, length] to [batch, length, width], on the device of the ids."""
+        padded = nn.functional.pad(ids.cpu(), (2, 0))
+        first, second, third = (padded[:, i : i + ids.shape[1]] for i in range(3))
+        hashes = (first * 36_313 + second * 27_191 + third * 51_647) % self.table.num_embeddings
+        rows: Tensor = self.table(hashes)  # where the table is
+        if ids.is_cuda:
+            rows = rows.pin_memory()  # autograd brings the gradient back the same way
+        return rows.to(ids.device, non_blocking=True)

@@ -618,7 +618,7 @@ def _hashed_bigrams() -> Table:
             named = re.compile(rf"{steps} steps {re.escape(arm)}( [\d.]+)?")
             tried = [name for name in results("hashed_bigrams") if named.fullmatch(name)]
             if not tried:
-                cells += ["", "", ""]
+                cells += ["", ""]
                 continue
             best = _chosen("hashed_bigrams", tried)
             if arm != "no table":
@@ -627,9 +627,9 @@ def _hashed_bigrams() -> Table:
                 run["documents"]["test"]["loss"]
                 for run in results("hashed_bigrams")[best]["seeds"].values()
             ]
-            cells += [_rate(best, tried), shorthand(losses), str(len(losses))]
+            cells += [_rate(best, tried), shorthand(losses)]
         lines.append([label, state, *cells])
-    after = ("rate", "loss after {} steps ↓", "seeds")
+    after = ("rate", "loss after {} steps ↓")
     columns = [text.format(steps) for steps in ("600", "2,400") for text in after]
     return Table(["optimizer of the table", "its state, MB", *columns], lines, left=(0,))
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ def run(example, *arguments, ranks=1):
     """Its last line: the step, the loss where it prints one, the relative mean norm."""
     command = [sys.executable, str(EXAMPLES / example), *arguments]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    processes = [Process(command, env)] if ranks == 1 else start_ranks(ranks, command, env)
+    alone = ranks == 1 and example != "shared_host_table.py"
+    processes = [Process(command, env)] if alone else start_ranks(ranks, command, env)
     outputs = [process.communicate() for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
     line = [line for line in outputs[0][0].splitlines() if "relative mean norm" in line][-1]
@@ -96,6 +98,55 @@ def test_hashed_ngrams():
         losses.append(float(re.findall(r"step 100: loss ([\d.]+)", output)[0]))
         assert ("with 8.0 bytes of state a row of the table" in output) == (rows > 0)
     assert losses[0] < losses[1] - 0.3
+
+
+KILLED = """
+import os, runpy, signal, sys, torch
+from coupled_adam import CoupledAdamW
+
+step, taken = CoupledAdamW.step, []
+
+
+def step_until_killed(optimizer):
+    taken.append(0)
+    (table,) = optimizer.param_groups[-1]["params"]
+    if len(taken) == 5 and table.grad is not None:
+        half = table.grad._nnz() // 2
+        rows, values = table.grad._indices()[:, :half], table.grad._values()[:half]
+        table.grad = torch.sparse_coo_tensor(rows, values, table.shape, check_invariants=False)
+        step(optimizer)
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(optimizer)
+
+
+CoupledAdamW.step = step_until_killed
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_shared_host_table(ranks, tmp_path):
+    """Processes with a table are as one; killed in a step, they go on as if they had not been."""
+    script = ("shared_host_table.py", "--steps", 6, "--save-steps", 2, "--rows", 20_000)
+    for name, number in (("one", 1), ("whole", ranks)):
+        run(*script, "--checkpoint", tmp_path / name, ranks=number)
+    arguments = [str(EXAMPLES / script[0]), *script[1:], "--checkpoint", tmp_path / "cut"]
+    killed = start_ranks(ranks, [sys.executable, "-c", KILLED, *arguments])
+    for process in killed:
+        process.communicate()
+    assert killed[0].returncode == -signal.SIGKILL
+    assert all(process.returncode for process in killed)
+    run(*script, "--checkpoint", tmp_path / "cut", ranks=ranks)
+    one, whole, cut = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("one", "whole", "cut")
+    )
+    for saved in (one, whole, cut):
+        saved["optimizer"] = saved["optimizer"]["state"]
+    torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+    torch.testing.assert_close(whole["table"], one["table"], rtol=0, atol=1e-4)
+    assert (one["table"] != 0).any()
 
 
 def test_huggingface_trainer(tmp_path):

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import random
+import sys
 import warnings
 from pathlib import Path
 
@@ -548,6 +549,12 @@ def test_the_page_has_the_numbers_that_were_measured():
         f"LEAN {lean} ms of one thread, Adagrad {adagrad}, FBGEMM's row-wise Adagrad {fbgemm},"
     )
     assert f"{sentence}\nSparseAdam {adam} (" in page
+    shared = json.loads((root / "benchmarks/results/shared_table.json").read_text())
+    assert f"{sparse_tables.shared_sentence(shared)} (" in " ".join(page.split())
+    # An id, a row and its gradient; with 10 Gbit/s
+    a_lookup = 8 + 2 * 4 * sparse_tables.BAGS[1]
+    milliseconds = sparse_tables.LOOKUPS * a_lookup / 1.25e9 * 1e3
+    assert f"{a_lookup} bytes a lookup, {milliseconds:.1f} ms a process and step at 10" in page
     for case in results["cases"]:
         assert case["bytes of state"]["LEAN"] == pytest.approx(8 * case["rows"], rel=1e-3)
 
@@ -574,7 +581,36 @@ def ddp():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
 
 
-CASES = {"ddp": ddp}
+def shared_table():
+    """A step of a table that all ranks share has the bits of one process with all gradients."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from shared_host_table import of_all, shared
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    p, alone = nn.Parameter(shared(50, 16)), nn.Parameter(torch.zeros(50, 16))
+    rows, values = shared(ranks, 30, dtype=torch.long), shared(ranks, 30, 16)
+    optimizer, expected = (CoupledAdamW([x], **SPARSE) for x in (p, alone))
+    for step in range(5):
+        every = gradients(number=ranks * (step + 1))[-ranks:]
+        whole = of_all(every[rank], rows, values)
+        p.grad = whole if rank == 0 else None
+        optimizer.step()
+        dist.barrier()
+        together = torch.cat([x._indices()[0] for x in every])
+        steps(expected, alone, [sparse(together, torch.cat([x._values() for x in every]), 50)])
+        assert torch.equal(p, alone)
+    assert (p != 0).any()
+    assert (p in optimizer.state) == (rank == 0)
+
+
+def other_tables():
+    """Ranks whose tables differ in size are refused; some hear only that these have left."""
+    rank = dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"sizes \[60, 4\]" if rank else "gloo"):
+        DistributedDataParallel(nn.Embedding(60 if rank else 50, 4, sparse=True))
+
+
+CASES = {"ddp": ddp, "shared_table": shared_table, "other_tables": other_tables}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -181,14 +181,11 @@ FORMULAS = {
     "limit": "new limit",
     "limit later": "zero-sum from step 100",
     "limit free": "never",
-    "relative": "candidate",
-    "relative later": "zero-sum from step 100",
-    "relative free": "never",
 }
 
 
 def formula_table() -> Table:
-    """Validation losses with the first seed, of AdamW, LEAN's second edition and the candidate.
+    """Validation losses with the first seed, of AdamW and LEAN.
 
     Each is at the best of its rates, but at a low rate all have the same.
     """

@@ -556,18 +556,17 @@ FORMULA_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def _formula() -> dict[str, Entry]:
-    """LEAN's second edition with another limit, and the candidate that measures rows by columns.
+    """LEAN's second edition with another limit.
 
     Updates sum to zero from the first step, from step 1 / (1 - beta2) on (later), or never (free).
     """
     return {
-        f"{setting} {formula}{zero_sum} {times}": Entry(
+        f"{setting} limit{zero_sum} {times}": Entry(
             {**WITHOUT_MOMENTUM, "beta2": 0.99, "lr_factor": factor * multiple},
             overrides,
-            "table_rules:LEAN_" + f"{formula}{zero_sum}".replace(" ", "_").upper(),
+            "table_rules:LEAN_LIMIT" + zero_sum.replace(" ", "_").upper(),
         )
         for setting, (overrides, factor) in FORMULA_SETTINGS.items()
-        for formula in ("limit", "relative")
         for zero_sum in ("", " later", " free")
         for times, multiple in BESIDE.items()
     }

@@ -40,17 +40,8 @@ PLAIN_DELAYED = table("first_lean")
 """LEAN's first edition."""
 WEIGHTED_DELAYED = table("first_lean", column_weight=1.0)
 """The same with the columns' second moments weighted by the rows, which the screening tried."""
-(
-    LEAN_LIMIT,
-    LEAN_LIMIT_LATER,
-    LEAN_LIMIT_FREE,
-    LEAN_RELATIVE,
-    LEAN_RELATIVE_LATER,
-    LEAN_RELATIVE_FREE,
-) = (
-    table("lean", relative=relative, zero_sum_from=start)
-    for relative in (False, True)
-    for start in (0.0, 1.0, math.inf)
+LEAN_LIMIT, LEAN_LIMIT_LATER, LEAN_LIMIT_FREE = (
+    table("lean", zero_sum_from=start) for start in (0.0, 1.0, math.inf)
 )
 EMBER_FREE, ADAFACTOR_FREE, BALANCED_FREE = map(table, ("ember", "adafactor", "balanced"))
 BALANCED_0_FREE = BALANCED_FREE  # the momentum is the arm's beta1

@@ -76,8 +76,8 @@ def first_lean_in_two_passes(history, beta1, beta2):
     return u - u.mean(0)
 
 
-def lean(relative, zero_sum_from=1):
-    """Row by row; a row's average begins at zero, in its own units or in those of the columns."""
+def lean(zero_sum_from=1):
+    """Row by row; a row's average begins at zero."""
 
     def limited(log_nu):
         center = np.mean(log_nu)
@@ -91,28 +91,16 @@ def lean(relative, zero_sum_from=1):
         means = [np.square(g).sum(0) / k for g, k in zip(past, seen)]
         return average(means, beta2) / (1 - beta2 ** len(past))
 
-    def q_of_a_step(past, g, beta2):
-        nu = squares_of_a_step(past, beta2)
-        known = nu > 0
-        return (np.square(g)[:, known] / nu[known]).sum(1) / max(1, known.sum())
-
     def updates(history, beta2):
         *past, g = history
         t, nu = len(history), squares_of_a_step(past, beta2)
         known = nu > 0
-        q = [q_of_a_step(history[:s], history[s], beta2) for s in range(t)]  # of all steps
-        if relative:
-            r = average(np.minimum(q[1:], 30 * V), beta2) / (1 - beta2 ** (t - 1)) if past else q[0]
-            rho = 1.0
-            if t > 2:
-                before = average(np.minimum(q[1:-1], 30 * V), beta2) / (1 - beta2 ** (t - 2))
-                rho = before[before > 0].mean()
-        else:
-            r = average(np.square(history).mean(2), beta2) / (1 - beta2**t)
-            rho = limited(np.log(nu[known])) if past else 1.0
+        q = (np.square(g)[:, known] / nu[known]).sum(1) / max(1, known.sum())
+        r = average(np.square(history).mean(2), beta2) / (1 - beta2**t)
+        rho = limited(np.log(nu[known])) if past else 1.0
         u = np.zeros((V, H))
         for i in np.flatnonzero(r):
-            limit = 30 / np.sqrt(q[-1][i]) if q[-1][i] else np.inf
+            limit = 30 / np.sqrt(q[i]) if q[i] else np.inf
             weight = min((r[i] / rho) ** -0.375, limit)
             u[i, known] = weight * g[i, known] / (np.sqrt(nu[known]) + EPS)
         return u, r > 0
@@ -140,10 +128,9 @@ CASES = {
     "adam": (adam, {}),
     "adam, zero-sum": (without_mean(adam), {"zero_sum": True}),
     "adam, half": (without_mean(adam, exponent=0.5), {"zero_sum": True, "exponent": 0.5}),
-    "lean": (lean(relative=False), {"zero_sum_from": 0}),
-    "lean, free": (lean(False, np.inf), {"zero_sum_from": np.inf}),
-    "lean, relative": (lean(relative=True), {"relative": True, "zero_sum_from": 0}),
-    "lean, relative, later": (lean(True, 3), {"relative": True, "zero_sum_from": 3 * (1 - 0.99)}),
+    "lean": (lean(), {"zero_sum_from": 0}),
+    "lean, later": (lean(3), {"zero_sum_from": 3 * (1 - 0.99)}),
+    "lean, free": (lean(np.inf), {"zero_sum_from": np.inf}),
     "first_lean": (first_lean_in_two_passes, {"delayed": False}),
     "ember": (ember, {}),
     "ember, zero-sum": (without_mean(ember), {"zero_sum": True}),
@@ -242,20 +229,6 @@ def test_lean_with_gradients_of_all_kinds(case, gradients):
             assert moved.item() == pytest.approx(30 * LR, rel=1e-6)
         expected = start - LR * sum(formula(history[:s], *rule.betas) for s in range(1, t + 1))
         np.testing.assert_allclose(table.detach(), expected, rtol=1e-8, atol=1e-12)
-
-
-def test_a_scale_on_a_column_changes_nothing(gradients):
-    """Where rows are measured in the columns' units; otherwise it changes all columns."""
-    rule = RULES["lean"]
-    for relative in (True, False):
-        moved = []
-        for scale in (1.0, 1000.0):
-            (table, _) = tables()
-            group = {"params": [table], "betas": rule.betas, "rule": "lean", **rule.options}
-            optimizer = TableRuleAdamW([{**group, "relative": relative}], lr=LR, eps=0.0)
-            stepped(optimizer, (table,), [g * torch.tensor([1.0, scale, 1.0]) for g in gradients])
-            moved.append(table.detach() - tables()[0].detach())
-        assert torch.allclose(*moved, rtol=1e-9, atol=0) == relative
 
 
 def test_the_rule_lean_is_lean(gradients):

@@ -46,36 +46,25 @@ def adam(g: Tensor, group: Group, state: State) -> Tensor:
 
 
 def lean(g: Tensor, group: Group, state: State) -> Tensor:
-    """LEAN, and a candidate that was not taken, ``relative``.
+    """LEAN, as :data:`coupled_adam.LEAN`; all sums over rows are those of the step before.
 
-    All sums over rows are those of the step before. Beside :data:`coupled_adam.LEAN`, which
-    compares rows with the geometric mean of the columns' second moments, ``relative`` measures rows
-    in the columns' units: r is the moving average of q, so that a scale on a column changes
-    nothing. Both have the candidate's limit: no row moves further than 30 times the rate, in root
-    mean square. From step ``zero_sum_from`` / (1 - beta2) on (inf: never) the next step takes back
-    by what a step has moved the mean.
+    From step ``zero_sum_from`` / (1 - beta2) on (inf: never) the next step takes back by what a
+    step has moved the mean.
     """
     t, beta2, a = state["step"].item(), group["betas"][1], group["exponent"]
     r = state.setdefault("row", torch.zeros_like(g[:, 0]))  # [V]
     nu = state.setdefault("column", torch.zeros_like(g[0]))  # [H]
     d = state.get("mean", torch.zeros_like(nu))  # [H]
-    # 1. The columns' second moments, and the rows' mean squares in units of these: 1 on average
+    # 1. The columns' second moments, their geometric mean, and the rows' squares in their units
     known = nu > 0
     column = nu / (1 - beta2 ** (t - 1)) if t > 1 else nu
+    logs = column[known].log()
+    mean_log = logs.mean()
+    rho = (mean_log + (logs - mean_log).clamp(-LOG_LIMIT, LOG_LIMIT).mean()).exp()
     q = (g.square() / torch.where(known, column, torch.inf)).sum(1) / known.sum().clamp(min=1)
-    # 2. The rows' weights
-    if group["relative"]:
-        before = r[r > 0]  # none until the third step, when there are q of the second
-        mean_r = before.mean() / (1 - beta2 ** (t - 2)) if len(before) else 1.0
-        r.lerp_(q.clamp(max=LARGEST_STEP * len(g)), 1 - beta2)
-        age = t - 1  # nothing is known in the first step
-    else:
-        logs = column[known].log()
-        mean_log = logs.mean()
-        mean_r = (mean_log + (logs - mean_log).clamp(-LOG_LIMIT, LOG_LIMIT).mean()).exp()
-        r.lerp_(g.square().mean(1), 1 - beta2)
-        age = t
-    powers = (r / (1 - beta2**age) / mean_r) ** (-a / 2) if age else torch.zeros_like(r)
+    # 2. The rows' weights: no row moves further than 30 times the rate, in root mean square
+    r.lerp_(g.square().mean(1), 1 - beta2)
+    powers = (r / (1 - beta2**t) / rho) ** (-a / 2)
     w = torch.where(r > 0, torch.minimum(powers, LARGEST_STEP / q.sqrt()), 0.0)[:, None]  # [V, 1]
     # 3. The step, and the moments and the mean for the next one
     step: Tensor = torch.where(known, group["lr"] * w * g / (column.sqrt() + group["eps"]), 0.0)
@@ -219,7 +208,7 @@ class Rule:
     options: Mapping[str, bool | float] = field(default_factory=dict)
 
 
-_LEAN = {"exponent": 0.75, "relative": False, "zero_sum_from": 1.0}
+_LEAN = {"exponent": 0.75, "zero_sum_from": 1.0}
 _FIRST_LEAN = {"exponent": 0.75, "delayed": True, "column_weight": 0.0, "zero_sum": True}
 
 

@@ -5,9 +5,9 @@
 Each model is built on the meta device from a configuration that is written out here, since the hub
 cannot be asked. States are in float32: AdamW's two moments of every parameter; LEAN's vectors for
 the embeddings and AdamW's moments for the rest; Muon's one moment of hidden matrices beside LEAN;
-8-bit AdamW's two bytes and, for each 256 parameters, two scales in float32; and, where the head is
-not tied, LEAN with an input table of sparse gradients, which also has a gradient of the rows of a
-batch alone.
+8-bit AdamW's two bytes and, for each 256 parameters, two scales in float32; FlashAdamW's two bytes
+and, for each 32, two scales in float16; and, where the head is not tied, LEAN with an input table
+of sparse gradients, which also has a gradient of the rows of a batch alone.
 """
 
 import json
@@ -87,6 +87,7 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
         "Muon": 8 * parameters - 4 * hidden,
         "APOLLO": 8 * (parameters - hidden) + projected,
         "APOLLO and LEAN": 8 * (core - hidden) + projected + of_lean,
+        "FlashAdamW": round((2 + 4 / 32) * parameters),
     }
     if any(
         "lm_head" in name for name in tables
@@ -99,7 +100,7 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
 
 
 BESIDE = ("AdamW", "LEAN", "8-bit AdamW", "adamw_bnb_8bit", "8-bit AdamW and LEAN")
-BESIDE += ("Muon", "Muon and LEAN", "APOLLO", "APOLLO and LEAN")
+BESIDE += ("Muon", "Muon and LEAN", "APOLLO", "APOLLO and LEAN", "FlashAdamW")
 FIRST_PAGE = ("Gemma 3 270M", "Qwen3-0.6B", "Gemma 3 1B", "Gemma 4", "Llama-3-8B")
 
 

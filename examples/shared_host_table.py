@@ -48,10 +48,10 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=50)
     parser.add_argument("--checkpoint", type=Path, default=Path("shared_host_table.pt"))
     options = parser.parse_args()
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        parser.error("the processes of other nodes cannot map the table: use one node")
     dist.init_process_group("gloo")  # "cpu:gloo,cuda:nccl" for a GPT-2 on GPUs
     rank, processes = dist.get_rank(), dist.get_world_size()
-    if processes != int(os.environ["LOCAL_WORLD_SIZE"]):
-        parser.error("the processes of other nodes cannot map the table: use one node")
     share = SEQUENCES // processes
 
     table = shared(options.rows, WIDTH)

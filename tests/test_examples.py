@@ -138,7 +138,8 @@ def test_shared_host_table(ranks, tmp_path):
         process.communicate()
     assert killed[0].returncode == -signal.SIGKILL
     assert all(process.returncode for process in killed)
-    run(*script, "--checkpoint", tmp_path / "cut", ranks=ranks)
+    resumed = start_ranks(ranks, [sys.executable, *arguments])
+    assert all("continuing after step 4 of 6" in x.communicate()[0] for x in resumed)
     one, whole, cut = (
         torch.load(tmp_path / name, weights_only=True) for name in ("one", "whole", "cut")
     )
@@ -147,6 +148,14 @@ def test_shared_host_table(ranks, tmp_path):
     torch.testing.assert_close(cut, whole, rtol=0, atol=0)
     torch.testing.assert_close(whole["table"], one["table"], rtol=0, atol=1e-4)
     assert (one["table"] != 0).any()
+
+
+def test_shared_host_table_on_two_nodes():
+    """Which cannot map one table."""
+    env = {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    process = Process([sys.executable, str(EXAMPLES / "shared_host_table.py")], env)
+    assert "use one node" in process.communicate()[1]
+    assert process.returncode == 2
 
 
 def test_huggingface_trainer(tmp_path):

@@ -10,9 +10,9 @@ FBGEMM, where lookups, backward pass and step are one.
 
 Each gradient has 8,192 lookups that follow Zipf's law, so many of them are of the same rows. The
 optimizers of a case take their steps in turn in one process, each with a table of its own, and with
-the same gradients: first as the backward pass leaves them, then with equal rows already added up.
-The largest table is LEAN's alone, as two would not fit into the memory; with pages of 2 MB, too, as
-torch asks for them if THP_MEM_ALLOC_ENABLE=1.
+the same gradients, as the backward pass leaves them. The largest table is LEAN's alone, as two
+would not fit into the memory; with pages of 2 MB, too, as torch asks for them if
+THP_MEM_ALLOC_ENABLE=1.
 """
 
 import argparse
@@ -55,7 +55,7 @@ CASES: list[tuple[int, int, tuple[str, ...], bool]] = [
 """Rows, columns, optimizers, and whether pages are large."""
 
 
-def gradient(rows: int, columns: int, seed: int, *, coalesced: bool) -> Tensor:
+def gradient(rows: int, columns: int, seed: int) -> Tensor:
     """Of rows whose logarithms are evenly distributed, as by Zipf's law with an exponent of 1."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.rand(LOOKUPS, generator=generator, dtype=torch.float64)
@@ -63,48 +63,32 @@ def gradient(rows: int, columns: int, seed: int, *, coalesced: bool) -> Tensor:
     # As hashes do, so that frequent rows are not neighbours; the multiplier has no common factor.
     indices = indices * 2_654_435_761 % rows
     values = torch.randn(LOOKUPS, columns, generator=generator)
-    whole = torch.sparse_coo_tensor(indices[None], values, (rows, columns), check_invariants=False)
-    return whole.coalesce() if coalesced else whole
+    return torch.sparse_coo_tensor(indices[None], values, (rows, columns), check_invariants=False)
 
 
 def measure(rows: int, columns: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """Milliseconds of a step, and the bytes of the state and of the least that must be moved."""
+    """Milliseconds of a step, and the bytes of the state."""
     tables = {name: nn.Parameter(torch.full((rows, columns), 0.01)) for name in names}
     optimizers = {name: OPTIMIZERS[name]([table]) for name, table in tables.items()}
     result: dict[str, Any] = {"rows": rows, "columns": columns}
-    for coalesced in (False, True):
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for step in range(ROUNDS + 3):
-            grad = gradient(rows, columns, step, coalesced=coalesced)
-            for name in names if step % 2 else reversed(names):
-                tables[name].grad = grad.clone()
-                began = time.perf_counter()
-                optimizers[name].step()
-                if step >= 3:  # the first of them make states and touch pages
-                    times[name].append(1000 * (time.perf_counter() - began))
-        result["coalesced" if coalesced else "as it is"] = {
-            name: {"ms": statistics.median(x), "quartiles": statistics.quantiles(x, n=4)}
-            for name, x in times.items()
-        }
-    touched = gradient(rows, columns, 0, coalesced=True)._nnz()
-    moved = touched * (3 * 4 * columns + 16)
-    result |= {"touched rows": touched, "bytes to move": moved, "copied GB/s": copied()}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(ROUNDS + 3):
+        grad = gradient(rows, columns, step)
+        for name in names if step % 2 else reversed(names):
+            tables[name].grad = grad.clone()
+            began = time.perf_counter()
+            optimizers[name].step()
+            if step >= 3:  # the first of them make states and touch pages
+                times[name].append(1000 * (time.perf_counter() - began))
+    result["steps"] = {
+        name: {"ms": statistics.median(x), "quartiles": statistics.quantiles(x, n=4)}
+        for name, x in times.items()
+    }
     result["bytes of state"] = {
         name: sum(x.nbytes for x in optimizers[name].state[table].values() if torch.is_tensor(x))
         for name, table in tables.items()
     }
     return result
-
-
-def copied() -> float:
-    """GB/s of a copy from memory to memory, read and written."""
-    source, target = torch.ones(2, 2**26)
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - began)
-    return 2 * source.nbytes / statistics.median(seconds) / 1e9
 
 
 def alone(function: str, *arguments: Any, large_pages: bool = False) -> dict[str, Any]:
@@ -131,7 +115,7 @@ def few_steps(rows: int, columns: int, name: str) -> None:
     table = nn.Parameter(torch.full((rows, columns), 0.01))
     optimizer = OPTIMIZERS[name]([table])
     for step in range(3):
-        table.grad = gradient(rows, columns, step, coalesced=False)
+        table.grad = gradient(rows, columns, step)
         optimizer.step()
 
 
@@ -151,7 +135,7 @@ def untied(name: str) -> dict[str, Any]:
     optimizer = optimizer_of([table.weight])
     milliseconds = []
     for step in range(23):
-        rows = gradient(UNTIED[0], 1, step, coalesced=False)._indices()[0]
+        rows = gradient(UNTIED[0], 1, step)._indices()[0]
         began = time.perf_counter()
         table(rows).square().sum().backward()
         optimizer.step()
@@ -181,7 +165,7 @@ def bags(name: str) -> dict[str, Any]:
     offsets = torch.arange(0, LOOKUPS + 1, IN_A_BAG)
     milliseconds = []
     for step in range(ROUNDS + 3):
-        rows = gradient(BAGS[0], 1, step, coalesced=False)._indices()[0]
+        rows = gradient(BAGS[0], 1, step)._indices()[0]
         weights = torch.rand(LOOKUPS, generator=torch.Generator().manual_seed(step))
         ends = offsets if name == ROW_WISE else offsets[:-1]
         began = time.process_time()
@@ -231,7 +215,7 @@ def shared_steps() -> dict[str, float]:
         nn.init.constant_(table.weight, 0.01)
     times: dict[str, list[float]] = {"lookups": [], "exchange": [], "step": [], "all_reduce": []}
     for step in range(ROUNDS + 3):
-        ids = gradient(BAGS[0], 1, ranks * step + rank, coalesced=False)._indices()[0]
+        ids = gradient(BAGS[0], 1, ranks * step + rank)._indices()[0]
         dist.barrier()
         marks = [time.perf_counter()]
         table(ids).square().sum().backward()
@@ -271,10 +255,9 @@ def shared_sentence(results: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The rows of the table on docs/tables.md: of the largest that several optimizers update."""
     return "".join(
-        f"| {name} | {case['as it is'][name]['ms']:.2f} | "
-        f"{case['bytes of state'][name] / 1e9:.3f} |\n"
+        f"| {name} | {case['steps'][name]['ms']:.2f} | {case['bytes of state'][name] / 1e9:.3f} |\n"
         for case in results["cases"]
-        for name in case["as it is"]
+        for name in case["steps"]
         if case["rows"] == 10**7
     )
 

@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
         parser.error("the processes of other nodes cannot map the table: use one node")
-    dist.init_process_group("gloo")  # "cpu:gloo,cuda:nccl" for a GPT-2 on GPUs
+    dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()
     share = SEQUENCES // processes
 

@@ -593,7 +593,10 @@ def _held_out_rates() -> dict[str, Entry]:
 
 
 def _cores() -> dict[str, Entry]:
-    """Optimizers of the embeddings beside an 8-bit core, at their best factors beside AdamW."""
+    """Optimizers of the embeddings beside an 8-bit core, at their best factors beside AdamW.
+
+    The one of them beside a float32 core is in no other question with these seeds.
+    """
     adamw = {**ADAMW, "beta1": 0.9, "beta2": 0.95}
     arms = {
         "adamw 0.9 0.95": (adamw, "cores:EIGHT_BIT_CORE"),
@@ -602,13 +605,23 @@ def _cores() -> dict[str, Entry]:
         "all 0.9 0.95": (adamw, "cores:EIGHT_BIT_ALL"),
         "all 0 0.999": (WITHOUT_MOMENTUM, "cores:EIGHT_BIT_ALL"),
     }
-    return {
+    longer = {
         f"8-bit {name} {times}": Entry(
             {**options, "lr_factor": multiple * 2**2.5}, _steps(2400), variant
         )
         for name, (options, variant) in arms.items()
         for times, multiple in BESIDE.items()
     }
+    shorter = {
+        f"600 steps 8-bit {name}": Entry(
+            {**options, "lr_factor": 2**4.5 if "0.9" in name.split() else 16.0},
+            _steps(600),
+            variant,
+        )
+        for name, (options, variant) in arms.items()
+    }
+    usual = Entry({**adamw, "lr_factor": 2**4.5}, _steps(600), FAST)
+    return longer | shorter | {"600 steps adamw 0.9 0.95": usual}
 
 
 def _fewest_steps() -> dict[str, Entry]:

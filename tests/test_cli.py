@@ -113,72 +113,32 @@ def test_compare(small_recipe, text_file, tmp_path, capsys):
     assert "training.steps=10 there, 20 here" in stderr
 
 
-def errors(small_recipe, text_file, tmp_path):
-    """Arguments, and what the one line on standard error must say."""
+def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
+    """One line with the fix, exit code 2, nothing made, nothing overwritten."""
     empty, short, taken = (tmp_path / name for name in ("empty.txt", "short.txt", "taken"))
     empty.write_text("")
     short.write_text("Too short.")
     taken.mkdir()
     (taken / "precious").write_text("data")
-    recipe = ("--recipe", small_recipe)
-    return [
-        (
-            ("--text", tmp_path / "x.txt", *recipe),
-            f"--text {tmp_path / 'x.txt'}: there is no",
-        ),
-        (("--text", empty, *recipe), f"data.text={empty}: there is no text in it"),
-        (("--text", short, *recipe), f"data.text={short} is too short"),
-        (("--out", text_file / "sub", *recipe), "cannot be written"),
-        (("--out", taken, *recipe), "continue it with --resume"),
-        (("--out", text_file, *recipe), "exists"),
-        (("--out", taken, "--resume"), "holds no comparison"),
-        (("--stesp", 3), "unrecognized arguments: --stesp 3; did you mean --steps?"),
-        (("--model.n_layr", 2), "model.n_layr is no key: did you mean n_layer?"),
-        (("tiny",), "unrecognized arguments: tiny; did you mean --recipe tiny?"),
-        (("--model.n_layer", "two"), "model.n_layer=two: Input should be a valid int"),
-        (("--arms.half.row_exponent=0.5",), "there is no half; there are adamw, tuned, coupled"),
-        (("--variant", "os:system", *recipe), "builtin_function_or_method, not a Variant"),
-        (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
-        (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
-        (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
-        (("--steps",), "--steps: expected one argument"),
-        (("--seeds", 2, 2, *recipe), "--seeds 2 2: a seed is given twice"),
-        (("--seeds", 0, *recipe), "--seeds 0: there must be at least one seed"),
-        (("--device", "cuda:99", *recipe), "--device cuda:99 is not available here"),
-        (
-            ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}", *recipe),
-            "model.architecture=llama cannot be trained with these values of model, and config",
-        ),
-        (("--steps", 3, "--training.tokens=999", *recipe), "they are 3 and 999"),
-        (("--text", text_file, "--data.hub=x", *recipe), "data.hub exclude each other"),
-        (("--recipe", "tinny"), "did you mean tiny?"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "hint"),
-    [
-        ("analyze", "gpt2 --csv x", "; see coupled-adam analyze --help"),  # is not --counts
-        ("analyze", "gpt2 --cache x", "; see coupled-adam analyze --help"),  # is not --help
-        ("analyze", "gpt2 --neighbors x", "did you mean --neighbours?"),
-        ("train", "--arm lean --out x --lr 1e-3", "did you mean --training.lr?"),
-        ("train", "--arm lean --out x training.lr=1e-3", "did you mean --training.lr 1e-3?"),
-        ("compare", "--out x --seeds 1,3", "separate several by spaces: --seeds 1 3"),
-    ],
-)
-def test_an_error_says_what_to_type_instead(command, words, hint):
-    with pytest.raises(UsageError) as raised:
-        parsed(cli.load_command(command), words.split())
-    assert str(raised.value).endswith(hint)
-
-
-def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
-    """One line with the fix, exit code 2, nothing made, nothing overwritten."""
-    cases = errors(small_recipe, text_file, tmp_path)
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
-    for arguments, message in cases:
-        assert main(["compare", *map(str, arguments)]) == 2, message
+    for arguments, message in (
+        (("--text", tmp_path / "x.txt"), f"--text {tmp_path / 'x.txt'}: there is no"),
+        (("--text", empty), f"data.text={empty}: there is no text in it"),
+        (("--text", short), f"data.text={short} is too short"),
+        (("--out", text_file / "sub"), "cannot be written"),
+        (("--out", taken), "continue it with --resume"),
+        (("--out", text_file), "exists"),
+        (("--out", taken, "--resume"), "holds no comparison"),
+        (("--variant", "os:system"), "builtin_function_or_method, not a Variant"),
+        (("--device", "cuda:99"), "--device cuda:99 is not available here"),
+        (
+            ("--model.architecture=llama", "--model.config={attention_dropout: 5.0}"),
+            "model.architecture=llama cannot be trained with these values of model, and config",
+        ),
+    ):
+        recipe = [] if "--resume" in arguments else ["--recipe", small_recipe]
+        assert main(["compare", *map(str, [*arguments, *recipe])]) == 2, message
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("coupled-adam: error: ")
         assert message in line
@@ -240,16 +200,44 @@ def test_numbers_and_paths_stay_whole(monkeypatch, capsys):
     assert path in shown
 
 
-@pytest.mark.parametrize("option", ["--html", "--explore"])
-@pytest.mark.parametrize("name", ["model.safetensors", "page"])
-def test_a_page_replaces_no_other_file(option, name, tmp_path, capsys):
-    """Also with ``--overwrite``, which is for pages."""
-    np.save(tmp_path / "m.npy", np.eye(5))
-    (tmp_path / name).write_text("mine")
-    line = ["analyze", tmp_path / "m.npy", option, tmp_path / name, "--overwrite"]
-    assert main([*map(str, line)]) == 2
-    assert f"{option} {tmp_path / name} is a page: end its name in .html" in capsys.readouterr().err
-    assert (tmp_path / name).read_text() == "mine"
+@pytest.fixture
+def analyzed(tmp_path):
+    """The command on a matrix in a folder; its exit code."""
+    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    return lambda *options: main(["analyze", str(tmp_path / "m.npy"), *map(str, options)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # --overwrite is for pages.
+        *(
+            (f"{option} {name} --overwrite", f"{option} {name} is a page: end its name in .html")
+            for option in ("--html", "--explore")
+            for name in ("model.safetensors", "page")
+        ),
+        ("--html x.html", "x.html exists: choose another name, or add --overwrite"),
+        ("--html .", "--html . is a folder"),
+        ("--html new.html --explore link.html", "are the same file: choose two"),
+    ],
+)
+def test_a_result_replaces_nothing_unasked(
+    options, message, analyzed, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.safetensors", "page", "x.html"):
+        Path(name).write_text("mine")
+    Path("link.html").symlink_to("new.html")
+    before = snapshot(tmp_path)
+    assert analyzed(*options.split()) == 2
+    assert message in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_result_replaces_what_it_is_asked_to(analyzed, tmp_path):
+    (tmp_path / "x.html").write_text("mine")
+    assert analyzed("--html", tmp_path / "x.html", "--overwrite") == 0
+    assert "isotropy" in (tmp_path / "x.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -284,34 +272,20 @@ def test_where_results_go_is_checked_before_the_work(
     assert set(tmp_path.iterdir()) == {text_file, tmp_path / "file"}
 
 
-def test_a_result_replaces_nothing_unasked(tmp_path, capsys):
-    """Whatever the file holds; with --overwrite it does."""
-    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    (tmp_path / "x.html").write_text("mine")
-    command = ["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]
-    assert main(command) == 2
-    assert "x.html exists: choose another name, or add --overwrite" in capsys.readouterr().err
-    assert (tmp_path / "x.html").read_text() == "mine"
-    assert main([*command, "--overwrite"]) == 0
-    assert "isotropy" in (tmp_path / "x.html").read_text()
-
-
-def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_fills_up_does_not_take_the_result(analyzed, tmp_path, capsys, monkeypatch):
     """The numbers are on standard output, and the error names the file, in its own words."""
     reason = "No space left on this device"
     full = Mock(side_effect=OSError(28, reason, str(tmp_path / "x.html")))
-    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
     monkeypatch.setattr("coupled_adam.outputs.write_atomically", full)
-    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]) == 1
+    assert analyzed("--html", tmp_path / "x.html") == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out
     assert err == f"coupled-adam: error: {reason}: {tmp_path / 'x.html'}\n"
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
-def test_what_is_no_file_is_written_into(kind, tmp_path, capsys):
+def test_what_is_no_file_is_written_into(kind, analyzed, tmp_path):
     """With or without --overwrite, and it stays what it is."""
-    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
     out, reader = tmp_path / "out", None
     if kind == "a pipe":
         os.mkfifo(out)
@@ -324,21 +298,10 @@ def test_what_is_no_file_is_written_into(kind, tmp_path, capsys):
         except PermissionError:
             pytest.skip("not everybody may make devices")
     before = out.lstat().st_mode
-    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(out), "--overwrite"]) == 0
+    assert analyzed("--html", out, "--overwrite") == 0
     assert out.lstat().st_mode == before
     if reader is not None:
         assert b"isotropy" in os.read(reader, 2**20)
-    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path), "--overwrite"]) == 2
-    assert f"--html {tmp_path} is a folder" in capsys.readouterr().err
-
-
-def test_one_file_for_two_results(tmp_path, capsys):
-    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    (tmp_path / "link.html").symlink_to(tmp_path / "x.html")
-    pages = ["--html", str(tmp_path / "x.html"), "--explore", str(tmp_path / "link.html")]
-    assert main(["analyze", str(tmp_path / "m.npy"), *pages]) == 2
-    assert "are the same file: choose two" in capsys.readouterr().err
-    assert not (tmp_path / "x.html").exists()
 
 
 # Standard output is closed, or cannot be written, before the command starts.
@@ -467,14 +430,6 @@ def test_resume_with_another_recipe(recipe, tmp_path, capsys, monkeypatch):
     assert "holds another comparison" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [(), ("comapre",)])
-def test_no_command(arguments):
-    result = run(*arguments)
-    assert result.returncode == 2
-    assert "compare" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def parser_of(name):
     return make_parser(cli.load_command(name))
 
@@ -505,14 +460,10 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
 
 @pytest.mark.parametrize("typed", ["###", "---", "no", "1e3", "my # text", r"\n\n", '"', "[a", "~"])
 def test_a_string_is_what_has_been_typed(typed):
-    """Whatever YAML would make of it: a comment, a document's end, a number or False."""
-    command = parsed(cli.load_command("compare"), [f"--data.separator={typed}"])
-    assert command.recipe_of(load_recipe("demo").to_dict()).data.separator == typed
-
-
-def test_null_is_no_string_where_there_may_be_none():
-    command = parsed(cli.load_command("compare"), ["--data.separator=null"])
-    assert command.recipe_of(load_recipe("demo").to_dict()).data.separator is None
+    """Whatever YAML would make of it: a comment, a number or False; but null is none."""
+    for text, expected in ((typed, typed), ("null", None)):
+        command = parsed(cli.load_command("compare"), [f"--data.separator={text}"])
+        assert command.recipe_of(load_recipe("demo").to_dict()).data.separator == expected
 
 
 def test_a_text_takes_the_place_of_another_source(tmp_path):
@@ -521,10 +472,8 @@ def test_a_text_takes_the_place_of_another_source(tmp_path):
     plain = override(load_recipe("124M-5B"), hub).to_dict()
     command = cli.load_command("compare")
     data = parsed(command, ["--text", str(tmp_path)]).recipe_of(plain).data
-    assert (data.text, data.hub, data.shuffle_seed, data.valid_split) == (
-        str(tmp_path),
-        *[None] * 3,
-    )
+    assert data.text == str(tmp_path)
+    assert data.hub is data.shuffle_seed is data.valid_split is None
     assert data.tokenizer == "openai-community/gpt2"
     with pytest.raises(UsageError, match=r"data\.shuffle_seed=4 is for data\.hub, which is not gi"):
         parsed(command, ["--text", "x", "--data.shuffle_seed=4"]).recipe_of(plain)
@@ -565,29 +514,6 @@ def test_torchrun_takes_no_option_for_its_own(name):
     ours = [word for a in parser_of(name)._actions for word in a.option_strings]
     taken = {word for word in ours if any(other.startswith(word) for other in theirs)}
     assert taken <= {"-h", "--help"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "missing", "extra"),
-    [
-        (["recipes"], "pydantic", "lab"),
-        (["analyze", "m.npy"], "scipy", "analyze"),
-    ],
-)
-def test_a_missing_package_is_one_line(arguments, missing, extra, tmp_path):
-    """As after `pip install coupled-adam` without an extra."""
-    script = (
-        f"import sys; sys.modules[{missing!r}] = None; from coupled_adam.cli import main; "
-        f"sys.exit(main({arguments!r}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert result.returncode == 2, result.stderr
-    (line,) = result.stderr.splitlines()
-    assert missing in line
-    assert "pip install" in line
-    assert f"[{extra}]" in line
 
 
 def test_import_needs_torch_alone():

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -71,17 +70,26 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
 BEGIN = """
 import sys, time
 from pathlib import Path
-from coupled_adam import files
-with files.new_file(Path(sys.argv[1], "file")), files.new_folder(Path(sys.argv[1], "folder")):
-    print("begun", flush=True)
-    time.sleep(100)
+from coupled_adam import files, outputs
+folder = Path(sys.argv[1])
+with files.new_file(folder / "file"), files.new_folder(folder / "folder"):
+    with outputs.sole_writer(folder / "locked"):
+        print("begun", flush=True)
+        time.sleep(100)
 """
 
 
-def test_what_a_killed_process_has_left_is_removed(tmp_path):
-    """By the next that writes the same; not what a process is still writing, nor a user's file."""
+@pytest.fixture
+def writer(tmp_path):
+    """A process that has begun to write a file and a folder, and has the lock of another."""
+    (tmp_path / "locked").mkdir()
     process = Process([sys.executable, "-c", BEGIN, str(tmp_path)])
     process.until("begun")
+    return process
+
+
+def test_what_a_killed_process_has_left_is_removed(writer, tmp_path):
+    """By the next that writes the same; not what a process is still writing, nor a user's file."""
     mine = [tmp_path / ".file-1234abcd", tmp_path / ".folder-x"]
     for path in mine:
         path.touch()
@@ -97,32 +105,20 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path):
         ".file-unfinished",
         ".folder-unfinished",
     }
-    process.kill()
-    process.wait()
+    writer.kill()
+    writer.wait()
     assert not write()
     assert all(path.exists() for path in mine)
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from coupled_adam import outputs
-with outputs.sole_writer(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(100)
-"""
-
-
-def test_a_folder_has_one_writer(tmp_path):
+def test_a_folder_has_one_writer(writer, tmp_path):
     """Until its process ends, however it does."""
-    process = Process([sys.executable, "-c", HOLD, str(tmp_path)])
-    process.until("locked")
     with pytest.raises(UsageError, match="is in use by another process"):
-        outputs.sole_writer(tmp_path).__enter__()
-    process.kill()
-    process.wait()
+        outputs.sole_writer(tmp_path / "locked").__enter__()
+    writer.kill()
+    writer.wait()
     for _ in range(2):
-        with outputs.sole_writer(tmp_path):
+        with outputs.sole_writer(tmp_path / "locked"):
             pass
 
 
@@ -180,16 +176,18 @@ def test_a_damaged_file_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_has_no_end_is_not_opened(kind, tmp_path):
+@pytest.mark.parametrize(
+    "read",
+    [files.regular, files.checksum, inputs.read_text, lambda path: inputs.read_own(path, str)],
+)
+def test_what_has_no_end_is_not_opened(read, kind, tmp_path):
     """Whoever reads it would wait for ever, or fill the memory."""
     path = Path("/dev/zero")
     if kind == "pipe":
         path = tmp_path / "pipe"
         os.mkfifo(path)
-    with pytest.raises(OSError, match="pipe or a device"):
-        files.regular(path)
-    with pytest.raises(OSError, match="pipe or a device"):
-        files.checksum(path)
+    with pytest.raises((OSError, UsageError), match="it is a pipe or a device"):
+        read(path)
 
 
 PLACES = {
@@ -212,15 +210,11 @@ def test_pipes_in_the_place_of_files(place, tmp_path):
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     command = [word.format(folder=tmp_path) for word in arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "coupled_adam", *command],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2
-    assert "pipe or a device" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = Process([sys.executable, "-m", "coupled_adam", *command])
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert "pipe or a device" in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(

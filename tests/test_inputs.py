@@ -1,7 +1,6 @@
 """What users bring is opened in one room, which waits for nothing."""
 
 import ast
-import os
 import re
 import zipfile
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 import coupled_adam
 from coupled_adam import inputs
-from coupled_adam.errors import UsageError
 
 SOURCE = Path(coupled_adam.__file__).parent
 # Files of Python, of this package and of the system, which users do not bring.
@@ -38,22 +36,6 @@ def test_files_have_one_opener():
         if path.name not in OWN and path != SOURCE / "inputs.py":
             for call in reading_calls(path):
                 assert "regular(" in call or call.startswith("read_text("), f"{path}: {call}"
-
-
-@pytest.fixture
-def kinds(tmp_path):
-    """A file of each kind that has no end, or is no whole file of numbers."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", ["pipe", "zero"])
-def test_texts_have_an_end(name, kinds):
-    with pytest.raises(OSError, match="it is a pipe or a device"):
-        inputs.read_text(kinds / name)
-    with pytest.raises(UsageError, match=rf"{name} cannot be read \(it is a pipe or a device"):
-        inputs.read_own(kinds / name, str)
 
 
 def test_arrays_are_numbers(tmp_path):

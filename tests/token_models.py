@@ -1,5 +1,6 @@
 """Small models with token embeddings, of transformers and hand-written."""
 
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -23,6 +24,16 @@ def gpt2(seed=None, **options):
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # the default; setting it avoids a message
     return model
+
+
+def byte_level(texts, size=1000):
+    """A byte-level BPE that is trained on texts; one token begins and ends documents."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    end = "<|endoftext|>"
+    tokenizer.train_from_iterator(texts, size, special_tokens=[end], show_progress=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, bos_token=end, eos_token=end
+    )
 
 
 def llama(cls=transformers.LlamaForCausalLM, **options):

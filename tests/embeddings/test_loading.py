@@ -1,11 +1,8 @@
 """Embeddings out of models of many families, in every format; nothing of a pickle is executed."""
 
-import contextlib
 import http.server
-import io
 import json
 import pickle
-import threading
 import zipfile
 from pathlib import Path
 
@@ -42,6 +39,7 @@ from transformers import (
 from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
 from coupled_adam.embeddings.repair import repair_model
+from servers import serving, use_hub
 
 V, H = 60, 8
 GPT = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": V}
@@ -271,34 +269,70 @@ def test_odd_configurations(gpt2):
             load_embeddings(folder)
 
 
-def test_what_is_no_model(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "text.txt").write_text("a")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("arm: adamw")
-    np.save(tmp_path / "ids.npy", np.ones((3, 3), int))
-    np.save(tmp_path / "cube.npy", np.ones((3, 3, 3)))
-    np.save(tmp_path / "none.npy", np.ones((3, 0)))
-    save_file({"wte.weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "int.safetensors")
-    fp8 = {"wte.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}
-    save_file(fp8, tmp_path / "fp8.safetensors")
-    save_file({"bias": torch.ones(2)}, tmp_path / "bias.safetensors")
-    for name, message in {
-        "empty": "has no weights that can be read",
-        "text.txt": r"a file that ends in \.safetensors, \.npy",
-        "run": "neither a model nor a checkpoint yet",
-        "ids.npy": r"a matrix \[V, H\] of floats is needed, not int64",
-        "cube.npy": r"is needed, not float64 \[3, 3, 3\]",
-        "none.npy": r"\[3, 0\] is empty",
-        "int.safetensors": r"wte\.weight is quantised \(int8\)",
-        "fp8.safetensors": r"is quantised \(float8_e4m3fn\)",
-        "bias.safetensors": "no matrices in it",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            load_embeddings(tmp_path / name)
-    for missing in ("missing.npy", "a/b/c", "/nowhere/at/all"):
-        with pytest.raises(FileNotFoundError, match="there is no such file, folder or model"):
-            load_embeddings(missing)
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def array(name, *shape, dtype=float):
+    return lambda folder: np.save(folder / name, np.ones(shape, dtype))
+
+
+def npz(folder):
+    np.savez(folder / "all.npz", tokens=np.zeros((4, 3)), positions=np.zeros((2, 3)))
+
+
+def tensors(name, dtype=torch.float32, rows=(2, 2), tensor="wte.weight"):
+    return lambda folder: save_file({tensor: torch.ones(rows).to(dtype)}, folder / name)
+
+
+def names_that_are_no_text(folder):
+    """Which make Python's zipfile raise another error than other damages do."""
+    with zipfile.ZipFile(folder / "names.pt", "w") as archive:
+        archive.writestr("ä/data.pkl", b"")
+    content = (folder / "names.pt").read_bytes()
+    (folder / "names.pt").write_bytes(content.replace("ä".encode(), b"\xff\xff"))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+BESIDE = "nor an index of one; it holds "
+# What people bring: the file or folder that is asked for, what is in the folder, what is said.
+UNREADABLE = [
+    ("", lambda _: None, "has no weights that can be read"),
+    ("", written("config.yaml", b"arm: adamw"), "neither a model nor a checkpoint yet"),
+    *(
+        ("", written(name, b"{}"), BESIDE + name)
+        for name in ("adapter_config.json", "model-1-of-2.safetensors", "tf_model.h5")
+    ),
+    ("text.txt", written("text.txt", b"a"), r"a file that ends in \.safetensors, \.npy"),
+    ("crawl.vec", written("crawl.vec", b"2 3\nking 0.2 1e-05 3\n"), "save anything else as .npy"),
+    ("ids.npy", array("ids.npy", 3, 3, dtype=int), r"a matrix \[V, H\] of floats .* not int64"),
+    ("cube.npy", array("cube.npy", 3, 3, 3), r"is needed, not float64 \[3, 3, 3\]"),
+    ("none.npy", array("none.npy", 3, 0), r"\[3, 0\] is empty"),
+    ("empty.npy", written("empty.npy", b""), "is empty: it has 0 bytes"),
+    ("all.npz", npz, "is a .npz of NumPy: numpy.save one of its arrays"),
+    ("i.safetensors", tensors("i.safetensors", torch.int8), r"wte\.weight is quantised \(int8\)"),
+    ("f.safetensors", tensors("f.safetensors", torch.float8_e4m3fn), r"\(float8_e4m3fn\)"),
+    ("b.safetensors", tensors("b.safetensors", rows=(2,), tensor="bias"), "no matrices in it"),
+    ("names.pt", names_that_are_no_text, r"pt is damaged, or holds more than tensors"),
+    ("old.bin", written("old.bin", b"\x0a\0\0\0\x05\0\0\0"), "is not a file that torch.save has"),
+    ("m.gguf", written("m.gguf", b"GGUF\x03\0\0\0"), "GGUF file: numpy.save what gguf.dequan"),
+    ("model.h5", written("model.h5", b"\x89HDF\r\n\x1a\n"), "is an HDF5 file"),
+    *((name, written(name, POINTER), "git lfs pull") for name in ("model.safetensors", "step-7")),
+]
+
+
+@pytest.mark.parametrize(("name", "write", "message"), UNREADABLE)
+def test_what_is_no_model(name, write, message, tmp_path):
+    """Is named, and it is said what to do: also of what stands in the place of weights."""
+    write(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_embeddings(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["missing.npy", "a/b/c", "/nowhere/at/all"])
+def test_what_is_not_there(name):
+    with pytest.raises(FileNotFoundError, match="there is no such file, folder or model"):
+        load_embeddings(name)
 
 
 # Classes of transformers, whose own getters say what is right; all of them are tried by
@@ -437,50 +471,6 @@ def test_the_whole_file_comes_before_an_index(tmp_path):
     assert torch.equal(load_embeddings(tmp_path)[1].matrix, whole["lm_head.weight"])
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "model-1-of-2.safetensors", "tf_model.h5"])
-def test_a_folder_without_weights_is_described(file, tmp_path):
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(ValueError, match=f"nor an index of one; it holds {file}"):
-        load_embeddings(tmp_path)
-
-
-def npz():
-    file = io.BytesIO()
-    np.savez(file, tokens=np.zeros((4, 3)), positions=np.zeros((2, 3)))
-    return file.getvalue()
-
-
-FORMATS = {
-    "model.gguf": (b"GGUF\x03\0\0\0", "is a GGUF file: numpy.save what gguf.dequantize makes"),
-    "all.npz": (npz(), "is a .npz of NumPy: numpy.save one of its arrays"),
-    "model.h5": (b"\x89HDF\r\n\x1a\n", "is an HDF5 file"),
-    "old.bin": (b"\x0a\0\0\0\x05\0\0\0", "is not a file that torch.save has written"),
-    "crawl.vec": (b"2 3\nking 0.25 -1e-05 3\n", "must be a folder, .* save anything else as .npy"),
-    "model.safetensors": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    "step-7": (b"version https://git-lfs.github.com/spec/v1\noid", "git lfs pull"),
-    "empty.npy": (b"", "is empty: it has 0 bytes"),
-}
-
-
-def test_an_archive_whose_names_are_no_text(tmp_path):
-    """Which makes Python's zipfile raise another error than for other damages."""
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        archive.writestr("ä/data.pkl", b"")
-    content = (tmp_path / "a.pt").read_bytes()
-    (tmp_path / "a.pt").write_bytes(content.replace("ä".encode(), b"\xff\xff"))
-    with pytest.raises(ValueError, match=r"a\.pt is damaged, or holds more than tensors"):
-        load_embeddings(tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats_that_people_bring(name, tmp_path):
-    """Are named, and it is said what to do: also of what stands in the place of weights."""
-    content, message = FORMATS[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_embeddings(tmp_path / name)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_pointers_in_a_models_folder(name, tmp_path):
     """Whichever file git lfs has not brought."""
@@ -488,7 +478,7 @@ def test_pointers_in_a_models_folder(name, tmp_path):
     index = {"weight_map": {"model.embed_tokens.weight": "model-1-of-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert len(load_embeddings(tmp_path)) == 1
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(ValueError, match=rf"{name}: .*a pointer of Git LFS.*git lfs pull"):
         load_embeddings(tmp_path)
 
@@ -551,25 +541,24 @@ class Hub(http.server.SimpleHTTPRequestHandler):
             return
         known = parts[1:4] == ["someone", "model", "resolve"] and parts[4] in ("main", COMMIT)
         if not known or not path.exists():
-            self.send_response(404)
             known = parts[1:3] == ["someone", "model"]
-            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            code = "EntryNotFound" if known else "RepoNotFound"
+            self.send(b"", 404, {"X-Error-Code": code})
             return
-        content = path.read_bytes()
-        total = len(content)
-        asked = self.headers.get("range")
-        if asked is not None:
+        content, code = path.read_bytes(), 200
+        if asked := self.headers.get("range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
-            content = content[int(first) : int(last or total) + 1]
-        self.send_response(200 if asked is None else 206)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{path.name}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
+            content, code = content[int(first) : int(last or len(content)) + 1], 206
+        self.send(content, code, {"ETag": f'"{path.name}"', "X-Repo-Commit": COMMIT}, head)
         if not head:
             self.sent[path.name] = self.sent.get(path.name, 0) + len(content)
+
+    def send(self, content, code=200, headers=(), head=False):
+        self.send_response(code)
+        for name, value in {"Content-Length": len(content), **dict(headers)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if not head:
             self.wfile.write(content)
 
     def describe(self, what):
@@ -579,11 +568,7 @@ class Hub(http.server.SimpleHTTPRequestHandler):
             for path in self.folder.rglob("*.*")
         ]
         answer = files if what == "tree" else {"id": "someone/model", "sha": COMMIT}
-        content = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.send(json.dumps(answer).encode())
 
 
 @pytest.fixture
@@ -591,22 +576,9 @@ def hub(tmp_path, monkeypatch):
     """A hub on this machine, that serves the model someone/model from a folder."""
     folder = tmp_path / "served"
     handler = type("Handler", (Hub,), {"folder": folder, "sent": {}})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-        # An earlier test may have found that there is no hub.
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(
-            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        with contextlib.ExitStack() as stack:
-            stack.callback(thread.join)
-            stack.callback(server.shutdown)
-            yield handler
+    with serving(handler) as endpoint:
+        use_hub(monkeypatch, endpoint, tmp_path / "cache")
+        yield handler
 
 
 @pytest.mark.parametrize("sharded", [False, True])

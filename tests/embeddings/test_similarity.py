@@ -6,7 +6,6 @@ import http.server
 import math
 import os
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from coupled_adam.embeddings import (
     similarity,
     word_similarity,
 )
+from servers import serving
 
 # The formats, with words and ratings of our own.
 FILES = {
@@ -34,9 +34,9 @@ FILES = {
 }
 
 
-def write(folder: Path, **changed: str) -> Path:
+def write(folder: Path) -> Path:
     for name, text in FILES.items():
-        (folder / name).write_text(changed.get(name, text), newline="")
+        (folder / name).write_text(text, newline="")
     return folder
 
 
@@ -75,86 +75,68 @@ def test_sets_of_one_name(names, keys, tmp_path):
     assert {key: entry.ratings[0] for key, entry in sets.items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "line"),
-    [
-        ("rw.txt", FILES["rw.txt"] + "snow\tice\n", 3),  # cut off
-        ("SimLex-999.txt", FILES["SimLex-999.txt"] + "near\tclose\tA\tmuch\t2.1\n", 4),
-        ("SimLex-999.txt", 2 * "word1\tword2\tPOS\tSimLex999\n", 2),
-        ("wordsim_similarity_goldstandard.txt", "a\tb\t1\nboat\tship\tnan\n", 2),
-        ("wordsim_similarity_goldstandard.txt", "boat\t\t9.10\n", 1),
-        ("wordsim_relatedness_goldstandard.txt", "boat\tsea\n", 1),
-    ],
-)
-def test_malformed_lines(tmp_path, file, text, line):
-    write(tmp_path, **{file: text})
-    with pytest.raises(ValueError, match="a rating in column") as error:
-        read_word_similarity(tmp_path)
-    assert f"{tmp_path / file}, line {line}: " in str(error.value)
+# Pairs of a file, and the column of their ratings, told without a published name
+DIALECTS = {
+    "MEN_dataset_natural_form_full.tsv": "sun sunlight 50\nrun quick 20.5\n",
+    "combined.csv": "Word 1,Word 2,Human (mean)\nsun,sunlight,50\nrun,quick,20.5\n",
+    "simverb.tsv": "sun\tsunlight\tV\t50\tSYNONYMS\nrun\tquick\tV\t20.5\tNONE\n",
+    "tagged.tsv": "sun-n\tsunlight-n\t50\nrun-v\tquick-j\t20.5\n",
+    "semicolons.csv": "sun;sunlight;50\nrun;quick;20.5\n",
+    "quotes.csv": 'a,b,score\n"sun","sunlight",50\n"run","quick",20.5\n',
+    # WordSim-353's set1.csv, whose raters have numbers for names
+    "set1.csv": "Word 1,Word 2,Human (mean),1,2\nsun,sunlight,50,9,7\nrun,quick,20.5,0,1\n",
+    "before.csv": "Word 1,Word 2,1,2,Average\nsun,sunlight,9,7,50\nrun,quick,0,1,20.5\n",
+    "deviation.csv": "term_a,term_b,sd,mean\nsun,sunlight,1.4,50\nrun,quick,0.7,20.5\n",
+    "std_mean.csv": "word1,word2,mean,std_mean\nsun,sunlight,50,1.4\nrun,quick,20.5,0.7\n",
+    "two.csv": "w,v,human_sd,human_n,Score\nsun,sunlight,3,2,50\nrun,quick,2,9,20.5\n",
+    "meaning.csv": "a,b,meaning,sd,score\nsun,sunlight,x,1,50\nrun,quick,y,2,20.5\n",
+    "gloss.csv": "sun,sunlight,a mean place,50\nrun,quick,y,20.5\n",
+    "counts.tsv": "w1\tw2\tn1\tn2\tscore\nsun\tsunlight\t5\t6\t50\nrun\tquick\t9\t1\t20.5\n",
+    "comments.tsv": "# A set\n# w1\tw2\tHuman (mean)\nsun\tsunlight\t50\nrun\tquick\t20.5\n",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("pandas.csv", ",word1,word2,score\n0,tiger,cat,7.35\n1,book,paper,7.46\n"),
-        ("ids.tsv", "1\tBrazil\tn\tnut\tn\t1.1\n2\tmusic\tn\ttune\tn\t8.0\n"),
-        ("first.tsv", "7.35\ttiger\tcat\n7.46\tbook\tpaper\n"),
-    ],
-)
-def test_a_first_column_of_numbers_is_no_word(name, text, tmp_path):
-    """It would give pairs such as ("0", "tiger") with true ratings."""
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="the first column has a number in each line, such as"):
-        read_word_similarity(tmp_path / name)
+@pytest.mark.parametrize("name", DIALECTS)
+def test_any_file_of_pairs_with_ratings(name, tmp_path):
+    (tmp_path / "README.txt").write_text("about the sets")
+    (tmp_path / name).write_text(DIALECTS[name])
+    expected = WordSimilaritySet((("sun", "sunlight"), ("run", "quick")), (50.0, 20.5))
+    stem = name.rpartition(".")[0]
+    assert read_word_similarity(tmp_path) == {stem: expected}
+    assert read_word_similarity(tmp_path / name) == {stem: expected}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("semicolons.csv", "New York;city;8\nrooster;voyage;0.04\n"),
-        ("quotes.csv", 'a,b,score\n"New York","city",8\n"rooster","voyage",0.04\n'),
-    ],
-)
-def test_other_dialects(name, text, tmp_path):
-    (tmp_path / name).write_text(text)
-    (read,) = read_word_similarity(tmp_path / name).values()
-    assert read.pairs == (("New York", "city"), ("rooster", "voyage"))
-    assert read.ratings == (8.0, 0.04)
+def test_words_of_several_parts(tmp_path):
+    (tmp_path / "a.csv").write_text("New York;big city;8\nrooster;voyage;0.04\n")
+    (read,) = read_word_similarity(tmp_path / "a.csv").values()
+    assert read.pairs == (("New York", "big city"), ("rooster", "voyage"))
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    {
-        # WordSim-353's set1.csv, whose raters have numbers for names
-        "set1.csv": "Word 1,Word 2,Human (mean),1,2\nNew York,city,8,9,7\na,b,0.5,0,1\n",
-        "before.csv": "Word 1,Word 2,1,2,Average\nNew York,city,9,7,8\na,b,0,1,0.5\n",
-        "deviation.csv": "term_a,term_b,sd,mean\nNew York,city,1.4,8\na,b,0.7,0.5\n",
-        "std_mean.csv": "word1,word2,mean,std_mean\nNew York,city,8,1.4\na,b,0.5,0.7\n",
-        "two.csv": "w,v,human_sd,human_n,Score\nNew York,city,3,2,8\na,b,2,9,0.5\n",
-        "meaning.csv": "a,b,meaning,sd,score\nNew York,city,x,1,8\na,b,y,2,0.5\n",
-        "gloss.csv": "New York,city,a mean place,8\na,b,y,0.5\n",
-        "counts.tsv": "w1\tw2\tn1\tn2\tscore\nNew York\tcity\t5\t6\t8\na\tb\t9\t1\t0.5\n",
-        "comments.tsv": "# A set\n# Word 1\tWord 2\tHuman (mean)\nNew York\tcity\t8\na\tb\t.5\n",
-    }.items(),
-)
-def test_the_rating_is_the_column_that_says_so(name, text, tmp_path):
-    (tmp_path / name).write_text(text)
-    (read,) = read_word_similarity(tmp_path / name).values()
-    assert read == WordSimilaritySet((("New York", "city"), ("a", "b")), (8.0, 0.5))
+NUMBERS_FIRST = "the first column has a number in each line, such as"  # ("0", "tiger") is no pair
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("rw.txt", FILES["rw.txt"] + "snow\tice\n", "line 3: .*a rating in column"),  # cut off
+        ("SimLex-999.txt", FILES["SimLex-999.txt"] + "near\tclose\tA\tmuch\t2.1\n", "line 4: "),
+        ("SimLex-999.txt", 2 * "word1\tword2\tPOS\tSimLex999\n", "line 2: .*a rating in column"),
+        ("wordsim_similarity_goldstandard.txt", "a\tb\t1\nboat\tship\tnan\n", "line 2: "),
+        ("wordsim_similarity_goldstandard.txt", "boat\t\t9.10\n", "line 1: .*a rating in column"),
+        ("wordsim_relatedness_goldstandard.txt", "boat\tsea\n", "line 1: .*a rating in column"),
+        ("pandas.csv", ",word1,word2,score\n0,tiger,cat,7.35\n1,book,paper,7.46\n", NUMBERS_FIRST),
+        ("ids.tsv", "1\tBrazil\tn\tnut\tn\t1.1\n2\tmusic\tn\ttune\tn\t8.0\n", NUMBERS_FIRST),
+        ("first.tsv", "7.35\ttiger\tcat\n7.46\tbook\tpaper\n", NUMBERS_FIRST),
         ("raters.csv", "old,new,7,8,6\na,b,1,2,1\n", r"\(column 3, column 4, column 5\)"),
         ("twice.csv", "w1,w2,mean_a,mean_b\nold,new,7,8\n", r"\(mean_a, mean_b\), and it is not"),
         ("spaces.csv", "New York city 8\n", "'city' is neither a word nor a rating: if words have"),
     ],
 )
-def test_what_cannot_be_told_is_refused(name, text, message, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_read_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text, newline="")
+    with pytest.raises(ValueError, match=message) as error:
         read_word_similarity(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
 
 
 def test_what_is_no_set(tmp_path):
@@ -224,24 +206,6 @@ def test_correlation_by_definition(kind):
     means = [sum(numbers) / 2 for numbers in zip(expected, expected_half)]
     assert (report.mean, report.spearman_mean) == pytest.approx(means, rel=1e-10)
     assert report.to_dict()["sets"]["half"]["pairs"] == len(usable)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    {
-        "MEN_dataset_natural_form_full.tsv": "sun sunlight 50\nrun quick 20.5\n",
-        "combined.csv": "Word 1,Word 2,Human (mean)\nsun,sunlight,50\nrun,quick,20.5\n",
-        "simverb.tsv": "sun\tsunlight\tV\t50\tSYNONYMS\nrun\tquick\tV\t20.5\tNONE\n",
-        "tagged.tsv": "sun-n\tsunlight-n\t50\nrun-v\tquick-j\t20.5\n",
-    }.items(),
-)
-def test_any_file_of_pairs_with_ratings(name, text, tmp_path):
-    (tmp_path / "README.txt").write_text("about the sets")
-    (tmp_path / name).write_text(text)
-    expected = WordSimilaritySet((("sun", "sunlight"), ("run", "quick")), (50.0, 20.5))
-    stem = name.rpartition(".")[0]
-    assert read_word_similarity(tmp_path) == {stem: expected}
-    assert read_word_similarity(tmp_path / name) == {stem: expected}
 
 
 def test_embeddings_without_a_direction_are_left_out():
@@ -327,13 +291,9 @@ def served(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(similarity, "_PUBLISHED", digests)
     handler = functools.partial(QuietHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setattr(similarity, "_SOURCE", f"http://127.0.0.1:{server.server_address[1]}/")
+    with serving(handler) as address:
+        monkeypatch.setattr(similarity, "_SOURCE", f"{address}/")
         yield folder
-        server.shutdown()
-        thread.join()
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):

@@ -114,16 +114,12 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     assert counted == as_json(capsys, *wide, "--token-dtype", "int64")
     assert "--token-dtype of analyze" in run(capsys, *wide)[2]
     np.save(tmp_path / "long.npy", np.ones(449))
-    np.save(tmp_path / "negative.npy", -np.ones(448))
     np.save(tmp_path / "one.npy", np.array(3))
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
     (tmp_path / "odd.bin").write_bytes(b"odd")
-    (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
         ("--counts", "long.npy"): "[449], but must hold one number for each of the 448 rows",
         ("--counts", "one.npy"): "has the shape [], but must hold one number for each",
-        ("--counts", "negative.npy"): "counts must not be negative",
-        ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): f"No such file or directory: '{tmp_path}/missing.npy",
         ("--tokens", "c.bin"): "token ids range from 448 to 448, but must be between 0 and 447",
         ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
@@ -266,20 +262,16 @@ def test_a_text_is_named_as_it_was_given(command, name, reason, gpt2, tmp_path, 
 
 
 def test_unusable_input(gpt2, tmp_path, capsys):
-    np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
     np.save(tmp_path / "one.npy", np.eye(3))
     np.save(tmp_path / "large.npy", 1e200 * np.eye(3))
-    np.save(tmp_path / "two.npy", np.ones(2))
     for arguments, message in {
         ("missing/model/here",): "there is no such file, folder or model",
         (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
         (tmp_path / "large.npy",): "is too large: scale the matrix",
-        (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
         (tmp_path / "one.npy", "--tensor", "x"): "one.npy has no matrix 'x'",
         (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
-        (tmp_path / "zero.npy",): "zero.npy: every row of embeddings is zero",
         (gpt2, "--exclude", "some"): "--exclude: invalid choice: 'some'",
     }.items():
         code, out, err = run(capsys, *arguments)

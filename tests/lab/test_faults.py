@@ -528,7 +528,8 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("every", [30, pytest.param(7, marks=pytest.mark.slow)])
+# Without a common divisor with the numbers of commands and mutations, so that all of them are tried
+@pytest.mark.parametrize("every", [29, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_no_mutation_changes_a_result(every, trained, tmp_path, monkeypatch, capsys):
     """Whatever happens to a file of a run, there is the same result, or one line that names it."""

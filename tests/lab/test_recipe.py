@@ -218,26 +218,36 @@ def test_scaled_and_sgd_arms():
     assert rates[2:] == pytest.approx([factor * sgd.training.lr for factor in factors])
 
 
+def built(values, arm):
+    """A recipe with some values, the model and optimizer of an arm, and each parameter's group."""
+    recipe = override(load_recipe("tiny"), values)
+    model = build_model(recipe)
+    optimizer = recipe.arms[arm].build_optimizer(model, recipe.training)
+    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert groups.keys() == dict(model.named_parameters()).keys()
+    return recipe, model, optimizer, groups
+
+
+TABLE, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
+
+
 @pytest.mark.parametrize("kind", ["adamw", "coupled_adam"])
 def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     """As if all parameters had that rate, for the embeddings; as ever, for the others."""
     options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5, "lr": 0.25}
     options |= {"beta1": 0, "beta2": 0.999}
-    recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
+    recipe, model, optimizer, groups = built({"arms": {"x": options}}, "x")
     label = recipe.arms["x"].label
     assert label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999, lr 0.25")
-    model = build_model(recipe)
-    optimizer = recipe.arms["x"].build_optimizer(model, recipe.training)
     settings = {
-        id(p): (g["lr"], g["weight_decay"], g.get("betas", optimizer.defaults["betas"]))
-        for g in optimizer.param_groups
-        for p in g["params"]
+        name: (g["lr"], g["weight_decay"], g.get("betas", optimizer.defaults["betas"]))
+        for name, g in groups.items()
     }
     lr, decay = 0.25, recipe.training.weight_decay
-    assert settings[id(model.transformer.wte.weight)] == (4 * lr, 0.5, (0, 0.999))
-    assert settings[id(model.transformer.wpe.weight)] == (lr, 0.5, (0.9, 0.95))
-    assert settings[id(model.transformer.ln_f.weight)] == (lr, 0, (0.9, 0.95))
-    assert settings[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay, (0.9, 0.95))
+    assert settings[TABLE] == (4 * lr, 0.5, (0, 0.999))
+    assert settings[POSITIONS] == (lr, 0.5, (0.9, 0.95))
+    assert settings["transformer.ln_f.weight"] == (lr, 0, (0.9, 0.95))
+    assert settings["transformer.h.0.mlp.c_fc.weight"] == (lr, decay, (0.9, 0.95))
     scheduler = lr_scheduler(optimizer, recipe)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -249,24 +259,21 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
 
 
 def test_lean_is_the_optimizers_lean():
-    recipe = override(load_recipe("tiny"), {"arms": {"x": {"optimizer": "lean", "lr_factor": 8}}})
+    values = {"arms": {"x": {"optimizer": "lean", "lr_factor": 8}}}
+    recipe, model, optimizer, groups = built(values, "x")
     assert recipe.arms["x"].label == "LEAN, f = 8"
     assert ARMS["lean"]().lr_factor == LEAN["lr_factor"]
-    model = build_model(recipe)
-    optimizer = recipe.arms["x"].build_optimizer(model, recipe.training)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    (table,) = embedding_parameters(model).values()
-    (group,) = (g for g in optimizer.param_groups if g["params"][0] is table)
+    group = groups.pop(TABLE)
     assert group["lr"] == 8 * recipe.training.lr
-    assert {key: group[key] for key in LEAN if key != "lr_factor"} == {
-        key: value for key, value in LEAN.items() if key != "lr_factor"
-    }
+    assert all(group[key] == value for key, value in LEAN.items() if key != "lr_factor")
+    (table,) = group["params"]
     vocabulary, width = table.shape
     size = sum(value.numel() for value in optimizer.state[table].values())
     assert size == vocabulary + 2 * width + 1  # with the step
-    assert {g["betas"] for g in optimizer.param_groups if g is not group} == {(0.9, 0.95)}
+    assert {g["betas"] for g in groups.values()} == {(0.9, 0.95)}
 
 
 @pytest.mark.parametrize("length", [{"steps": 5000}, {"steps": None, "tokens": 5000 * 2048}])
@@ -274,11 +281,10 @@ def test_the_length_of_a_run_chooses_leans_rate(length):
     """Whether it is given as steps or as tokens."""
     values = {"arms": {"lean": {"optimizer": "lean"}}}
     values |= {f"training.{name}": value for name, value in length.items()}
-    recipe = override(load_recipe("tiny"), values)
+    recipe, _, _, groups = built(values, "lean")
     assert recipe.steps == 5000
-    groups = recipe.arms["lean"].build_optimizer(build_model(recipe), recipe.training).param_groups
-    assert groups[-1]["lr"] == 6 * recipe.training.lr
-    assert groups[-1]["lr_factor_from"] == "steps=5000"
+    assert groups[TABLE]["lr"] == 6 * recipe.training.lr
+    assert groups[TABLE]["lr_factor_from"] == "steps=5000"
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -288,36 +294,27 @@ def test_muon_has_the_hidden_matrices(coupled, decay_positions):
         "arms.muon": {"optimizer": "muon", "lr_factor": 4, "coupled": coupled},
         "training.decay_positions": decay_positions,
     }
-    recipe = override(load_recipe("tiny"), values)
-    model = build_model(recipe)
-    groups = recipe.arms["muon"].build_optimizer(model, recipe.training).param_groups
+    recipe, model, optimizer, groups = built(values, "muon")
     hidden = {n for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
-    assert set(groups[0]["param_names"]) == hidden
-    options = {name: group for group in groups for name in group["param_names"]}
-    assert options.keys() == dict(model.named_parameters()).keys()
-    embeddings = options.pop("transformer.wte.weight")
+    assert set(optimizer.param_groups[0]["param_names"]) == hidden
+    embeddings, positions = groups.pop(TABLE), groups.pop(POSITIONS)
     assert embeddings["lr"] == 4 * recipe.training.lr
     assert embeddings["coupled"] == coupled
     assert embeddings["weight_decay"] == 0
-    positions = options.pop("transformer.wpe.weight")
     assert positions["weight_decay"] == (recipe.training.weight_decay if decay_positions else 0)
-    assert not any(group["coupled"] for group in options.values())
-    assert {group["lr"] for group in options.values()} == {recipe.training.lr}
-    assert recipe.arms["muon"].label.startswith(
-        f"Muon with {'Coupled Adam' if coupled else 'AdamW'}"
-    )
+    assert not any(group["coupled"] for group in groups.values())
+    assert {group["lr"] for group in groups.values()} == {recipe.training.lr}
+    beside = "Coupled Adam" if coupled else "AdamW"
+    assert recipe.arms["muon"].label.startswith(f"Muon with {beside}")
 
 
 @pytest.mark.parametrize("couple", ["input", "output"])
 def test_couple_one_side_of_an_untied_model(couple):
     values = {"model.tied": False, "arms.coupled_adam.couple": couple}
-    recipe = override(load_recipe("tiny"), values)
-    model = build_model(recipe)
-    optimizer = recipe.arms["coupled_adam"].build_optimizer(model, recipe.training)
+    _, model, optimizer, groups = built(values, "coupled_adam")
     assert isinstance(optimizer, CoupledAdamW)
-    coupled = [n for g in optimizer.param_groups if g["coupled"] for n in g["param_names"]]
-    assert coupled == list(embedding_parameters(model, couple=couple))
-    assert len(coupled) == 1
+    (coupled,) = (name for name, group in groups.items() if group["coupled"])
+    assert [coupled] == list(embedding_parameters(model, couple=couple))
 
 
 def given(*words):
@@ -329,7 +326,6 @@ def given(*words):
     ("words", "message"),
     [
         ("training.betas=[0.9, 1.0]", "training.betas.1=1.0: Input should be less than 1"),
-        ("model.n_layr=24", "model.n_layr is no key: did you mean n_layer?"),
         ("seeds=[1, 1]", "seeds=[1, 1] must be different"),
         ("name=../evil", "name=../evil: must be a name of at most 50 letters, digits, _"),
         ("training.steps=true", "training.steps=True: Input should be a number"),
@@ -337,21 +333,15 @@ def given(*words):
         ("arms.adamw.lr_factor=on", "arms.adamw: lr_factor=True: Input should be a number"),
         ("data.shuffle_seed=-1", "data.shuffle_seed=-1: Input should be greater than or equal"),
         ("model.n_layer=1001", "model.n_layer=1001: Input should be less than or equal to 1000"),
-        ("model.n_head=7", "model.n_embd=64 must be a multiple of model.n_head=7"),
         ("model.architecture=stablelm model.n_embd=66", "makes heads of odd width"),
         ("model.n_positions=32", "training.sequence_length=64 must not exceed model.n_position"),
-        ("training.tokens=3", "set exactly one of training.steps and training.tokens"),
         ("data.text=a data.hub=b", "data.text and data.hub exclude each other"),
         ("data.shuffle_seed=3", "data.shuffle_seed=3 is for data.hub, which is not given: leave"),
         ("data.text=a data.token_dtype=uint16", "data.token_dtype=uint16 is for data.tokens, wh"),
-        ("arms.third={optimizer: adam}", "arms.third.optimizer='adam' must be one of adamw"),
-        ("arms.half.row_exponent=0.5", "there is no half; there are adamw, coupled_adam"),
-        ("arms.adamw.lr_factor=[]", "arms.adamw.lr_factor=[] must have at least one value"),
         ("arms.adamw-2={optimizer: adamw} arms.adamw.lr_factor=[1,2]", "would be called adamw-2"),
         ("arms.coupled_adam.row_expo=2", "arms.coupled_adam: row_expo is no key: did you mean r"),
         ("arms.coupled_adam.couple=input", "couple=input needs model.tied=false"),
         ("arms.x={optimizer: muon, coupled: false, zero_sum: true}", "need coupled=true"),
-        ("arms.x*.lr=1", "arms.x*.lr: there is no x*; there are adamw"),
         ('training.schedule="\\e[2J"', "training.schedule= [2J: Input should be 'cosine'"),
         ("data.text=" + 1000 * "[", "is not YAML: maximum recursion depth"),
     ],
@@ -401,7 +391,7 @@ def test_several_values_are_typed_in_any_way(words):
 
 
 def test_files_extend(tmp_path):
-    """Sections are merged, arms replaced; a circle and an unknown name are errors."""
+    """Sections are merged, arms replaced."""
     path = tmp_path / "mine.yaml"
     path.write_text(
         "extends: tiny\nname: mine\nmodel: {n_layer: 3}\narms: {only: {optimizer: adamw}}\n"
@@ -414,20 +404,35 @@ def test_files_extend(tmp_path):
     beside = tmp_path / "folder" / "beside.yaml"
     beside.write_text("extends: ../mine.yaml\nname: beside\n")
     assert load_recipe(str(beside)).model.n_layer == 3
-    path.write_text(f"extends: {path}\nname: circle\n")
-    with pytest.raises(UsageError, match="extends itself"):
-        load_recipe(str(path))
-    path.write_text("extends: tinny\n")
-    with pytest.raises(
-        UsageError, match=r"tinny', which '.*mine.yaml' extends: did you mean tiny\?"
-    ):
-        load_recipe(str(path))
-    path.write_text("- a list\n")
-    with pytest.raises(UsageError, match="must consist of keys"):
-        load_recipe(str(path))
-    path.write_text("name: 5\nmodel: !!python/object:os.system {}\n")
-    with pytest.raises(UsageError, match="is not YAML"):
-        load_recipe(str(path))
+
+
+LISTS = "".join(f"    {key}: [{', '.join(map(str, range(1, 10)))}]\n" for key in "abcdefghijkl")
+TWICE = r"line \d: the key (name|lr|beta1) is given twice"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: x.yaml\nname: circle\n", "extends itself"),
+        ("extends: tinny\n", r"tinny', which '.*x.yaml' extends: did you mean tiny\?"),
+        ("- a list\n", "must consist of keys"),
+        ("name: 5\nmodel: !!python/object:os.system {}\n", "is not YAML"),
+        # YAML's own loader would take the last without a word.
+        ("name: x\ntraining: {lr: 1}\nname: y", TWICE),
+        ("name: x\ntraining: {lr: 1, lr: 2}", TWICE),
+        ("arms: {adamw: {optimizer: adamw, beta1: 0.1, beta1: 0.9}}", TWICE),
+        ("training: {<<: {lr: 0.01, lr: 0.5}}", TWICE),
+        ("training: {<<: [{lr: 0.01, lr: 0.5}]}", TWICE),
+        (
+            f"extends: tiny\narms:\n  x:\n    optimizer: adamw\n{LISTS}",
+            r"arms.x makes 282,429,536,481 arms",
+        ),
+    ],
+)
+def test_files_that_are_refused(text, message, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_recipe(str(tmp_path / "x.yaml"))
 
 
 def test_code_is_not_inherited(tmp_path):
@@ -482,31 +487,5 @@ def test_a_key_that_is_merged_may_be_given_again():
     """As YAML allows; also where a mapping that does so is merged itself."""
     text = "slow: &slow {<<: {lr: 1}, lr: 2}\nfast: {<<: *slow, lr: 3}"
     assert read_yaml(text, "it") == {"slow": {"lr": 2}, "fast": {"lr": 3}}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "name: x\ntraining: {lr: 1}\nname: y",
-        "name: x\ntraining: {lr: 1, lr: 2}",
-        "arms: {adamw: {optimizer: adamw, beta1: 0.1, beta1: 0.9}}",
-        "training: {<<: {lr: 0.01, lr: 0.5}}",
-        "training: {<<: [{lr: 0.01, lr: 0.5}]}",
-    ],
-)
-def test_a_key_that_is_given_twice(text, tmp_path):
-    """YAML's own loader would take the last without a word."""
-    (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(UsageError, match=r"line \d: the key (name|lr|beta1) is given twice"):
-        load_recipe(str(tmp_path / "x.yaml"))
     with pytest.raises(UsageError, match="given twice"):
         read_yaml("{optimizer: lean, lr_factor: 2, lr_factor: 4}", "--arms.lean")
-
-
-LISTS = "".join(f"    {key}: [{', '.join(map(str, range(1, 10)))}]\n" for key in "abcdefghijkl")
-
-
-def test_lists_of_options_have_a_limit(tmp_path):
-    (tmp_path / "x.yaml").write_text(f"extends: tiny\narms:\n  x:\n    optimizer: adamw\n{LISTS}")
-    with pytest.raises(UsageError, match=r"arms.x makes 282,429,536,481 arms"):
-        load_recipe(str(tmp_path / "x.yaml"))

@@ -1,7 +1,7 @@
 """Reports: the numbers of finished runs, no others, in every format."""
 
-import csv
 import dataclasses
+import functools
 import html.parser
 import io
 import itertools
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -357,36 +358,28 @@ def test_report(comparison):
     assert coupled.startswith("| 2.56k | 3.42k | Coupled Adam | **2.6 (1)** |")
     assert r"Coupled Adam & \textbf{2.6 (1)}" in (out / "table.tex").read_text()
 
-    with (out / "summary.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    adamw, ours = pd.read_csv(out / "summary.csv").itertuples()
     expected = stats.ttest_ind(LOSSES["coupled_adam"], LOSSES["adamw"], alternative="less").pvalue
-    assert float(rows[1]["test_loss_p"]) == pytest.approx(expected)
-    assert float(rows[1]["test_loss_mean"]) == pytest.approx(2.6)
-    assert (rows[0]["test_loss_p"], rows[0]["test_loss_n"]) == ("", "3")
-    assert float(rows[1]["test_loss_p_paired"]) == 0  # each seed's loss is lower by 0.5
-    page = (out / "index.html").read_text()
+    assert ours.test_loss_p == pytest.approx(expected)
+    assert ours.test_loss_mean == pytest.approx(2.6)
+    assert np.isnan(adamw.test_loss_p)
+    assert adamw.test_loss_n == 3
+    assert ours.test_loss_p_paired == 0  # each seed's loss is lower by 0.5
+    paths = sorted(comparison.glob("*-adamw-*/evaluation.json"))
+    measured = [json.loads(path.read_text())["embeddings"] for path in paths]
     for name in ("isotropy_unit", "effective_rank", "norm_frequency_correlation_published"):
-        evaluations = [
-            json.loads(path.read_text()) for path in sorted(comparison.glob("*/evaluation.json"))
-        ]
-        mean = np.mean([run["embeddings"][name] for run in evaluations[:3]])
-        assert float(rows[0][f"{name}_mean"]) == pytest.approx(mean)
+        mean = np.mean([measures[name] for measures in measured])
+        assert getattr(adamw, f"{name}_mean") == pytest.approx(mean)
+    page = (out / "index.html").read_text()
     for header in ("Iso at unit norm", "Iso centered, at unit norm"):
         assert header in page
         assert header not in (out / "table.md").read_text()
     assert "as published" not in page
     assert "centered: with the mean removed" in page
-    with (out / "runs.csv").open() as file:
-        losses = [float(row["test_loss"]) for row in csv.DictReader(file)]
-    assert losses == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]
+    losses = pd.read_csv(out / "runs.csv").test_loss
+    assert [*losses] == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]
     results = json.loads((out / "results.json").read_text())
-    assert results[0]["arm"] == "adamw"
-    assert (
-        results[0]["embeddings"]
-        == json.loads((comparison / "small-adamw-seed-1" / "evaluation.json").read_text())[
-            "embeddings"
-        ]
-    )
+    assert (results[0]["arm"], results[0]["embeddings"]) == ("adamw", measured[0])
 
 
 def test_bold(recipe):
@@ -526,27 +519,37 @@ def test_runs_without_a_config_are_named(comparison, recipe):
             read_runs([comparison])
 
 
-@pytest.mark.parametrize("value", [{}, [1.0], "x", True])
-@pytest.mark.parametrize("part", [(), ("centered",)])
-def test_a_measure_is_a_number(value, part, comparison):
-    """Only singular values are several; what is used later must not fail there."""
+def measured(value, *part):
+    """A change of an evaluation: what one of its measures is."""
+
+    def change(evaluation):
+        measures = functools.reduce(dict.__getitem__, part, evaluation["embeddings"])
+        measures["effective_rank"] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        # Only singular values are several; what is used later must not fail there.
+        *((measured(value), "is damaged .*effective_rank") for value in ({}, [1.0], "x", True)),
+        (measured([1.0], "centered"), "is damaged .*effective_rank"),
+        # NaN is no JSON, and would not be written again: that of a newer version, too.
+        (lambda evaluation: evaluation.update(newer=float("nan")), "is damaged .*NaN"),
+        # As after ``evaluate RUN --batches 1``.
+        (
+            lambda evaluation: evaluation.update(test_loss=0.1, test_tokens=32),
+            r"differ in test_tokens \(.*32.*make a report of each",
+        ),
+    ],
+)
+def test_evaluations_that_are_refused(change, said, comparison):
     path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
     evaluation = json.loads(path.read_text())
-    measures = evaluation["embeddings"]
-    for key in part:
-        measures = measures[key]
-    measures["effective_rank"] = value
+    change(evaluation)
     path.write_text(json.dumps(evaluation))
-    with pytest.raises(UsageError, match=rf"{path} is damaged .*effective_rank"):
-        report([comparison], comparison / "report")
-
-
-def test_losses_over_other_data_are_not_compared(comparison):
-    """As after ``evaluate RUN --batches 1``."""
-    path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
-    evaluation = json.loads(path.read_text())
-    path.write_text(json.dumps({**evaluation, "test_loss": 0.1, "test_tokens": 32}))
-    with pytest.raises(UsageError, match=r"differ in test_tokens \(.*32.*make a report of each"):
+    with pytest.raises(UsageError, match=said):
         report([comparison], comparison / "report")
 
 
@@ -622,14 +625,6 @@ def test_a_damaged_run_is_named(comparison):
     assert len(read_runs([comparison])[0]) == 6
 
 
-def test_a_number_of_a_newer_version_is_one(comparison):
-    """NaN is no JSON, and would not be written again."""
-    path = comparison / "small-adamw-seed-1" / "evaluation.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "newer": float("nan")}))
-    with pytest.raises(UsageError, match=rf"{path} is damaged .*NaN"):
-        report([comparison], comparison / "report")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewArm(Arm):
     """An arm as CONTRIBUTING.md says that one is added: its class, and its name in ARMS."""
@@ -659,14 +654,10 @@ def test_any_arms_have_a_report(arms, seeds, recipe, tmp_path, monkeypatch):
 def test_the_fit_of_fig_4_is_in_the_tables(comparison):
     """In runs.csv, where there are second moments; here they are 20 times the probability."""
     report([comparison], comparison / "report")
-    rows = csv.DictReader(io.StringIO((comparison / "report" / "runs.csv").read_text()))
-    keys = ("second_moment_A", "second_moment_r_squared", "second_moment_A_of_logarithms")
-    for row in rows:
-        fit = [row[key] for key in keys]
-        if row["arm"] == "adamw":
-            assert [*map(float, fit)] == pytest.approx([20, 1, 20])
-        else:
-            assert fit == ["", "", ""]
+    runs = pd.read_csv(comparison / "report" / "runs.csv").set_index("arm")
+    fit = runs[["second_moment_A", "second_moment_r_squared", "second_moment_A_of_logarithms"]]
+    assert fit.loc["adamw"].to_numpy() == pytest.approx(np.array([[20, 1, 20]] * 3))
+    assert fit.loc["coupled_adam"].isna().all(axis=None)
 
 
 def test_models_may_be_gone(comparison):

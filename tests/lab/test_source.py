@@ -2,11 +2,7 @@
 
 import dataclasses
 import http.server
-import os
 import shutil
-import subprocess
-import sys
-import threading
 from pydoc_data.topics import topics
 
 import datasets
@@ -19,6 +15,7 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.source import find_token_files, open_source
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.token_files import Tokens
+from servers import serving, use_hub
 from text.test_token_files import ids, write_llm_c
 
 
@@ -29,20 +26,6 @@ def texts():
 
 def read(data, split="train"):
     return list(open_source(data, 300).documents[split])
-
-
-def test_fingerprint_is_of_the_content(texts, tmp_path):
-    first, second = tmp_path / "1" / "a.txt", tmp_path / "2" / "a.txt"
-    for path in (first, second):
-        path.parent.mkdir()
-        path.write_text("\n\n".join(texts))
-
-    def fingerprint(path):
-        return open_source(Data(text=str(path)), 300).fingerprint
-
-    assert fingerprint(first) == fingerprint(second)
-    second.write_text("\n\n".join(texts).replace("the", "eth"))
-    assert fingerprint(first) != fingerprint(second)
 
 
 @pytest.fixture
@@ -141,7 +124,7 @@ def test_a_part_is_not_taken_for_the_whole(tmp_path, texts):
     assert read(dataclasses.replace(few, hub_documents=len(texts) + 1)) == texts
 
 
-class _Hub(http.server.BaseHTTPRequestHandler):
+class NothingThere(http.server.BaseHTTPRequestHandler):
     """A hub on which nothing is found: neither a data set nor, of "me/there", the revision."""
 
     def do_GET(self):
@@ -160,62 +143,28 @@ class _Hub(http.server.BaseHTTPRequestHandler):
     ("name", "reason"),
     [("me/there", "not this revision"), ("me/gone", "nothing of this name on the hub")],
 )
-def test_what_the_hub_does_not_have(name, reason, tmp_path):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{hub.server_address[1]}"
-        said = run(READ, name, HF_ENDPOINT=endpoint, HF_HOME=tmp_path)
-        hub.shutdown()
-    assert reason in said
-    assert "--text FILE" in said
-    assert said.count("\n") == 1
+def test_what_the_hub_does_not_have(name, reason, tmp_path, monkeypatch):
+    with serving(NothingThere) as endpoint:
+        use_hub(monkeypatch, endpoint, tmp_path)
+        with pytest.raises(UsageError, match=f"{reason}.*--text FILE") as caught:
+            read(Data(hub=name))
+    assert "\n" not in str(caught.value)
 
 
-READ = """
-import sys
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.data.source import open_source
-from coupled_adam.lab.sections import Data
-try:
-    source = open_source(Data(hub=sys.argv[1]), 300)
-    print(source.fingerprint, len(list(source.documents["train"])))
-except UsageError as error:
-    print("UsageError", error)
-"""
-
-
-def run(code, *arguments, **environment):
-    result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, **{key: str(value) for key, value in environment.items()}},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_a_hub_out_of_reach(tmp_path):
-    said = run(READ, "nobody/nothing", HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
-    assert said.startswith("UsageError data.hub=nobody/nothing cannot be read (")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_a_commit_is_remembered_without_the_hub(tmp_path):
-    """As the hub's own cache notes it: a corpus in the cache is found offline by its commit."""
+def test_without_the_hub(tmp_path, monkeypatch):
+    """What its own cache notes is found offline by its commit: a corpus, by what it is made of."""
+    use_hub(monkeypatch, None, tmp_path)
     for dataset, commit in (("one", "1" * 40), ("two", "2" * 40)):
-        cache = tmp_path / "hub" / f"datasets--me--{dataset}"
+        cache = tmp_path / f"datasets--me--{dataset}"
         for folder in ("refs", f"snapshots/{commit}"):
             (cache / folder).mkdir(parents=True)
         (cache / "refs" / "main").write_text(commit)
-    code = READ.replace(', len(list(source.documents["train"]))', "")
-    prints = [run(code, name, HF_HUB_OFFLINE=1, HF_HOME=tmp_path) for name in ("me/one", "me/two")]
-    assert all("UsageError" not in fingerprint for fingerprint in prints)
-    assert prints[0] != prints[1]
-    shutil.rmtree(tmp_path / "hub" / "datasets--me--two" / "refs")
-    assert "UsageError" in run(code, "me/two", HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
+    one, two = (open_source(Data(hub=f"me/{name}"), 300).fingerprint for name in ("one", "two"))
+    assert one != two
+    shutil.rmtree(tmp_path / "datasets--me--two" / "refs")
+    for name in ("me/two", "nobody/nothing"):
+        with pytest.raises(UsageError, match=rf"^data\.hub={name} cannot be read \(.*$"):
+            read(Data(hub=name))
 
 
 def token_splits(data, vocab_size=300):

@@ -281,8 +281,6 @@ def test_the_arm_sgd_has_the_rule_sgd():
 
 
 def test_rules_and_options_that_do_not_exist():
-    with pytest.raises(UsageError, match=r"rule=embr: did you mean ember\?"):
-        ARMS["table_rule"](rule="embr")
     with pytest.raises(
         UsageError, match=r"rule_options.zerosum is not an option of ember: .*zero_sum"
     ):

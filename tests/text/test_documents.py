@@ -79,16 +79,6 @@ def test_a_separator_that_never_occurs(tmp_path):
     assert len(list(documents(tmp_path, "<|end|>"))) == 3
 
 
-@pytest.mark.parametrize("name", ["a.jl", "part-00000", "a.jsonl.bak", "a.jsonlines.gz"])
-def test_json_lines_by_another_name(name, tmp_path):
-    """Braces and quotes are no text to train on."""
-    compress = COMPRESSIONS.get(f".{name.rpartition('.')[2]}", bytes)
-    (tmp_path / name).write_bytes(compress(b'{"text": "a b c"}\n{"text": "d e f"}\n'))
-    for separator in (None, "e"):
-        with pytest.raises(UsageError, match=rf"{name}: it begins with JSON: rename it to"):
-            list(documents(tmp_path / name, separator))
-
-
 def test_what_only_begins_like_json_is_text(tmp_path):
     for text in ("{a line of text}\nand one more", "[1, 2]", "{"):
         (tmp_path / "a").write_text(text)
@@ -259,6 +249,7 @@ UNREADABLE = {
         ("a.tar", "a.log", "a"),
         (b"a.txt\0 0000644\0 nearly text", "it is no text, but binary: byte 5 is 0"),
     ),
+    "a.bin": (b"\x7fELF\x02\x01\1\0\0", "it is no text, but binary: byte 7 is 0"),
     **{f"broken.txt{ending}": (b"not packed", "broken.txt") for ending in COMPRESSIONS},
     # Half a corpus is no corpus, even where the part that is there is text.
     **{

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+import token_models
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.source import Source
 from coupled_adam.lab.data.tokenization import write_tokens
@@ -80,13 +81,8 @@ def test_characters_that_are_lost(other, tokenizer, tmp_path):
 
 
 def test_bytes_lose_nothing(tmp_path):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["</s>"])
-    tokenizer.train_from_iterator([ENGLISH], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    assert tokenized(GREEK + CYRILLIC, fast, tmp_path) == ["", ""]
+    tokenizer = token_models.byte_level([ENGLISH], 300)
+    assert tokenized(GREEK + CYRILLIC, tokenizer, tmp_path) == ["", ""]
 
 
 TEMPLATES = {"before": "<s> $A", "both": "<s> $A </s>", "after": "$A </s>", "none": None}

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 import token_models
 from coupled_adam import cli
@@ -128,23 +126,9 @@ def gpt2(**options):
     return token_models.gpt2(**{**small, **options})
 
 
-def tokenizer():
-    """A byte-level BPE that knows the words of the pages."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    end = "<|endoftext|>"
-    trainer = trainers.BpeTrainer(
-        special_tokens=[end], initial_alphabet=letters, show_progress=False
-    )
-    bpe.train_from_iterator([WORDS], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end)
-
-
 def save_model(folder, seed=0):
     torch.manual_seed(seed)
-    words = tokenizer()
+    words = token_models.byte_level([WORDS])
     words.save_pretrained(folder)
     gpt2(vocab_size=len(words)).save_pretrained(folder)
 

@@ -21,15 +21,21 @@ from processes import Process, start_ranks
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(example, *arguments, ranks=1):
-    """Its last line: the step, the loss where it prints one, the relative mean norm."""
-    command = [sys.executable, str(EXAMPLES / example), *arguments]
+def output(example, *arguments, ranks=1):
+    """What it says on standard output, of several ranks the first."""
+    command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     alone = ranks == 1 and example != "shared_host_table.py"
     processes = [Process(command, env)] if alone else start_ranks(ranks, command, env)
     outputs = [process.communicate() for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
-    line = [line for line in outputs[0][0].splitlines() if "relative mean norm" in line][-1]
+    return outputs[0][0]
+
+
+def run(*arguments, **options):
+    """Its last line: the step, the loss where it prints one, the relative mean norm."""
+    lines = output(*arguments, **options).splitlines()
+    line = [line for line in lines if "relative mean norm" in line][-1]
     step, loss, ratio = re.fullmatch(
         r"step (\d+): (?:loss ([\d.]+), )?relative mean norm ([\d.]+)", line
     ).groups()
@@ -82,21 +88,9 @@ def test_hashed_ngrams():
     """The table learns, and its state is what the page says."""
     losses = []
     for rows in (100_000, 0):
-        process = Process(
-            [
-                sys.executable,
-                str(EXAMPLES / "hashed_ngrams.py"),
-                "--steps",
-                "100",
-                "--rows",
-                str(rows),
-            ],
-            dict(os.environ),
-        )
-        output, error = process.communicate()
-        assert process.returncode == 0, error
-        losses.append(float(re.findall(r"step 100: loss ([\d.]+)", output)[0]))
-        assert ("with 8.0 bytes of state a row of the table" in output) == (rows > 0)
+        said = output("hashed_ngrams.py", "--steps", 100, "--rows", rows)
+        losses.append(float(re.findall(r"step 100: loss ([\d.]+)", said)[0]))
+        assert ("with 8.0 bytes of state a row of the table" in said) == (rows > 0)
     assert losses[0] < losses[1] - 0.3
 
 
@@ -191,13 +185,9 @@ def test_lightning_module(tmp_path):
 @pytest.mark.parametrize("arguments", [["--dtype", "bfloat16"], ["--loop"]])
 def test_finetune_per_layer_tables(arguments, tmp_path):
     """The small Gemma learns, and the memory of its tables is what LEAN's page says."""
-    script = str(EXAMPLES / "finetune_per_layer_tables.py")
-    command = [sys.executable, script, "--steps", "30", "--out", str(tmp_path), *arguments]
-    process = Process(command, dict(os.environ))
-    output, error = process.communicate()
-    assert process.returncode == 0, error
-    assert float(re.findall(r"step 30: loss ([\d.]+)", output)[-1]) < 6.5 < math.log(2**14) - 3
-    sizes = re.findall(r": ([\d.]+) MB of state, ([\d.]+) MB of gradients", output)
+    said = output("finetune_per_layer_tables.py", "--steps", 30, "--out", tmp_path, *arguments)
+    assert float(re.findall(r"step 30: loss ([\d.]+)", said)[-1]) < 6.5 < math.log(2**14) - 3
+    sizes = re.findall(r": ([\d.]+) MB of state, ([\d.]+) MB of gradients", said)
     (adamw, dense), (lean, sparse) = (map(float, pair) for pair in sizes)
     rows, elements = 2**14, 2**14 * (64 + 256)
     size = 2 if "bfloat16" in arguments else 4

@@ -117,6 +117,23 @@ assert loaded == {needed!r}, loaded
     assert len(result.stdout.splitlines()) > 5
 
 
+def without(condition, arguments, folder):
+    """The process of the command where packages whose name meets a condition are not there."""
+    script = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition(".")[0]
+        if package {condition}:
+            raise ModuleNotFoundError(f"No module named {{package!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+from coupled_adam.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -127,23 +144,12 @@ assert loaded == {needed!r}, loaded
         (["recipes"], 2, "pip install '.[lab]'"),
     ],
 )
-def test_without_extras_a_command_names_its_own(arguments, code, said):
+def test_without_extras_a_command_names_its_own(arguments, code, said, tmp_path):
     """Where nothing is installed but the package, whose command is there all the same."""
-    script = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        package = name.partition(".")[0]
-        if package not in sys.stdlib_module_names | {"coupled_adam"}:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=name)
-sys.meta_path.insert(0, Absent())
-from coupled_adam.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-    command = [sys.executable, "-c", script, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = without("not in sys.stdlib_module_names | {'coupled_adam'}", arguments, tmp_path)
     assert result.returncode == code, result.stderr
     assert said in result.stdout + result.stderr
+    assert len(result.stderr.splitlines()) == (code == 2)
 
 
 def test_analyze_needs_none_of_the_laboratory_s_packages(tmp_path):
@@ -151,20 +157,9 @@ def test_analyze_needs_none_of_the_laboratory_s_packages(tmp_path):
     matrix = np.random.default_rng(0).normal(size=(60, 4))
     np.save(tmp_path / "matrix.npy", matrix)
     np.save(tmp_path / "counts.npy", np.arange(60))
-    script = """
-import sys
-laboratory = {"lightning", "datasets", "plotly", "tensorboard", "pyarrow", "pandas"}
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in laboratory:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-from coupled_adam.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+    laboratory = {"lightning", "datasets", "plotly", "tensorboard", "pyarrow", "pandas"}
     options = ["--counts", "counts.npy", "--html", "page.html", "--undertrained", "--all"]
     options += ["--neighbours", "#3"]
-    subprocess.run(
-        [sys.executable, "-c", script, "analyze", "matrix.npy", *options], check=True, cwd=tmp_path
-    )
+    result = without(f"in {laboratory}", ["analyze", "matrix.npy", *options], tmp_path)
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "page.html").exists()

@@ -1,11 +1,11 @@
 """The study's runs, in small: they are what they say, and differ in nothing else."""
 
 import dataclasses
-import functools
 import json
-import operator
 import subprocess
 from concurrent.futures import Executor, Future
+from functools import reduce
+from operator import getitem
 
 import numpy as np
 import pytest
@@ -71,9 +71,7 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     assert numbers["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
     assert numbers["parameters"] == expected["parameters"]
     for name, measure in LOGGED.items():
-        assert numbers[name] == functools.reduce(
-            operator.getitem, measure.path, expected["embeddings"]
-        )
+        assert numbers[name] == reduce(getitem, measure.path, expected["embeddings"])
     assert ("second_moment" in numbers) == (arm is ADAMW)
     assert numbers["initial_mean_norm"] != numbers["curve"][0]["mean_norm"]
 
@@ -99,11 +97,9 @@ FIRST = dict(reversed(VARIANTS))  # by variant: whether its first entry is tied
     ids=str,
 )
 def test_every_variant_trains(text_file, tmp_path, variant):
-    if variant[0].startswith("cores:"):
+    if variant[0].startswith("cores:"):  # one of the frameworks, for these runs alone
         pytest.importorskip("bitsandbytes", exc_type=ImportError)
     entry = VARIANTS[variant]
-    if (entry.variant or "").startswith("cores:"):
-        pytest.importorskip("bitsandbytes", reason="one of the frameworks, for these runs alone")
     recipe = small(entry, text_file)
     (arm,) = recipe.arms
     run = Run(recipe, arm, 1, tmp_path / "run")
@@ -326,15 +322,11 @@ def test_masked_tokens_are_the_ones_predicted(base):
     assert torch.equal(masked_lm.losses(model, blocks), losses)
 
 
-def probabilities(random):
-    """Of 4,096 tokens, of which 50 never occur."""
-    probability = random.pareto(1.0, 4096)
-    probability[:50] = 0.0
-    return probability / probability.sum()
-
-
 def test_a_fit_of_exact_moments():
-    probability = probabilities(np.random.default_rng(0))
+    """Of 4,096 tokens, of which 50 never occur."""
+    probability = np.random.default_rng(0).pareto(1.0, 4096)
+    probability[:50] = 0.0
+    probability /= probability.sum()
     exact = second_moment_fit(probability, 3e-3 * probability)
     assert exact == pytest.approx({"A": 3e-3, "r_squared": 1.0, "exponent": 1.0})
 
@@ -376,8 +368,8 @@ def test_results_are_of_the_questions_as_they_are(question):
         assert {*map(int, entry["seeds"])} <= {*range(1, 26), 51, 52, 53}
 
 
-def training_of(line):
-    return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]
+def trainings(lines):
+    return [recipe_of(QUESTIONS[line.question][line.name]).training for line in lines]
 
 
 @pytest.mark.parametrize("lr", RATES)
@@ -385,14 +377,16 @@ def test_alternatives_that_other_questions_have_are_of_the_same_runs(lr):
     """What a table borrows is trained as its other rows are."""
     lines = [line for name in tables.ALTERNATIVES if (line := tables.alternative(lr, name))]
     assert len(lines) > 5
-    assert all(training_of(line) == training_of(lines[0]) for line in lines)
-    assert training_of(lines[0])["lr"] == lr
+    first, *others = trainings(lines)
+    assert all(training == first for training in others)
+    assert first.lr == lr
 
 
 @pytest.mark.parametrize("question", ["scaled", "scaled_longer"])
 def test_exponents_that_other_questions_have_are_of_the_same_runs(question):
     lines = [line for arm in rows.LABELS for line in tables.exponents(question, arm).values()]
-    assert all(training_of(line) == training_of(lines[0]) for line in lines)
+    first, *others = trainings(lines)
+    assert all(training == first for training in others)
     assert len({*lines}) == len(lines)
 
 

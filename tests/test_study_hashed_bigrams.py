@@ -3,14 +3,12 @@
 import pytest
 import torch
 from study import hashed_bigrams
-from study.hashed_bigrams import NO_TABLE, OPTIMIZERS, RowWiseAdagrad, add_table, hashes, train
+from study.hashed_bigrams import NO_TABLE, OPTIMIZERS, RowWiseAdagrad, hashes, train
 from study.questions import QUESTIONS
 from study.run import recipe_of
 from torch import nn
 
-from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import override
 from test_study import SMALL
 
@@ -97,26 +95,3 @@ def test_lean_keeps_eight_bytes_a_row(recipe, corpus):
     assert states["lean"] == pytest.approx(8, abs=1e-3)
     assert states["row-wise adagrad"] == 4
     assert states["sparse adam 0.9 0.999"] == states["adamw 0 0.999"] == 2 * width
-
-
-def test_an_untied_input_table_may_be_sparse(recipe, corpus):
-    """The loss is that of LEAN with a dense gradient and without zero-sum updates."""
-    untied = override(recipe, {"model.tied": False})
-    trained = []
-    for sparse in (False, True):
-        torch.manual_seed(0)
-        model = build_model(untied)
-        model.transformer.wte.sparse = sparse
-        groups = [
-            {"params": [p], "coupled": True, **LEAN, "zero_sum": "wte" not in name}
-            for name, p in embedding_parameters(model).items()
-        ]
-        optimizer = CoupledAdamW([*groups], lr=1e-2, weight_decay=0.0)
-        for blocks in hashed_bigrams.Batches(corpus.tokens("train"), untied, 1):
-            optimizer.zero_grad()
-            hashed_bigrams.losses(model, blocks).mean().backward()
-            optimizer.step()
-        trained.append(model.transformer.wte.weight.detach())
-        assert optimizer.state[model.transformer.wte.weight]["step"] == untied.steps
-    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
-    assert add_table(model, 10).weight.count_nonzero() == 0

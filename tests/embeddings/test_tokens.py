@@ -27,8 +27,13 @@ def byte_level(*merged, special=("<|end|>",)):
     return tokenizer
 
 
-def kinds(vocabulary):
-    return dict(zip(vocabulary.texts, vocabulary.categories.tolist()))
+def word_pieces(*pieces):
+    """A WordPiece, whose pieces within a word begin with ##."""
+    vocab = {piece: row for row, piece in enumerate(["[UNK]", *pieces])}
+    backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
 def test_categories_of_a_byte_level_tokenizer():
@@ -39,7 +44,7 @@ def test_categories_of_a_byte_level_tokenizer():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|reserved_7|>"]})
     vocabulary = read_vocabulary(tokenizer, 310)
-    result = kinds(vocabulary)
+    result = dict(zip(vocabulary.texts, vocabulary.categories.tolist()))
     assert result["the"] == result[" the"] == result["a"] == "ok"
     assert result["xy"] == "unreachable"
     assert result["<|end|>"] == "special"
@@ -70,12 +75,7 @@ def test_names_of_unused_tokens(name):
 
 def test_categories_of_other_tokenizers():
     """WordPiece, whose pieces begin with ##; and bytes as SentencePiece falls back to them."""
-    pieces = ["[UNK]", "run", "##ning", "##zz", "[unused5]"]
-    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-    vocabulary = read_vocabulary(tokenizer, 5)
+    vocabulary = read_vocabulary(word_pieces("run", "##ning", "##zz", "[unused5]"), 5)
     assert vocabulary.categories[:2].tolist() == ["special", "ok"]
     assert vocabulary.unused.tolist() == [False] * 4 + [True]
     tokens = {"<unk>": 0, "<0xC0>": 1, "<0x41>": 2, "▁": 3, "a": 4, "▁a": 5}
@@ -144,12 +144,7 @@ def test_bytes_as_tokens():
 
 def test_a_word_comes_before_a_piece_of_the_same_text():
     """In WordPiece "king" is the word, and "##king" has the text king; in BPE é is no byte."""
-    pieces = ["[UNK]", "a", "king", "##king"]
-    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-    vocabulary = read_vocabulary(tokenizer, 4)
+    vocabulary = read_vocabulary(word_pieces("a", "king", "##king"), 4)
     rows = {token: vocabulary.row(token) for token in ("king", " king", "##king")}
     assert rows == {"king": 2, " king": 2, "##king": 3}
     tokenizer = byte_level(("Ã", "©"))  # the two bytes of é, and é is the name of another

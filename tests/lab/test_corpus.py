@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 import pytest
 from filelock import FileLock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
@@ -102,6 +102,7 @@ def test_packing_is_a_round_trip(recipe, tmp_path_factory):
         lambda text: not text.isspace() and "<|endoftext|>" not in text
     )
 
+    @settings(max_examples=25)
     @given(st.lists(texts, max_size=5))
     def check(documents):
         documents = [*documents, *real, "about <|endoftext|> in text"]
@@ -303,7 +304,7 @@ def edit(path, keys, value):
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 @pytest.mark.parametrize("function", ["read_text", "checksum"])
 def test_a_corpus_that_cannot_be_read_now_is_kept(function, number, recipe, tmp_path, monkeypatch):
     """The system's error is raised; of a file that is not the corpus's nothing is said."""

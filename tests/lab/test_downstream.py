@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import token_models
@@ -32,13 +31,9 @@ QUESTIONS = [
 @pytest.fixture
 def model(tmp_path):
     """A random GPT-2 of 64 positions in a folder, with a tokenizer of its own."""
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(topics.values(), 400, special_tokens=["<|endoftext|>"])
     gpt2 = token_models.gpt2(3, vocab_size=400, n_positions=64, n_embd=32, initializer_range=0.5)
     gpt2.save_pretrained(tmp_path / "model")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
-    ).save_pretrained(tmp_path / "model")
+    token_models.byte_level(topics.values(), 400).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -63,23 +58,17 @@ def write_task(folder, name, documents, **options):
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
+PERPLEXITY = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+
+
 @pytest.fixture
 def tasks(tmp_path):
     """Two tasks with a tag, and a group of them: multiple choice, and the next word."""
     folder = tmp_path / "tasks"
     write_task(folder, "choose", QUESTIONS, tag="python")
-    write_task(
-        folder,
-        "continue",
-        QUESTIONS,
-        tag="python",
-        output_type="loglikelihood",
-        doc_to_target="{{' ' + choices[gold]}}",
-        metric_list=[
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-            *ACCURACY,
-        ],
-    )
+    options = {"output_type": "loglikelihood", "doc_to_target": "{{' ' + choices[gold]}}"}
+    options["metric_list"] = [*PERPLEXITY, *ACCURACY]
+    write_task(folder, "continue", QUESTIONS, tag="python", **options)
     group = {
         "group": "all_of_python",
         "task": ["choose", "continue"],
@@ -184,12 +173,7 @@ def test_tasks_of_the_harness_beside_ones_own(tasks):
 )
 @pytest.mark.usefixtures("harness")
 def test_what_cannot_be_evaluated(names, folder, message, tasks, tmp_path):
-    options = {
-        "output_type": "loglikelihood",
-        "metric_list": [
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
-        ],
-    }
+    options = {"output_type": "loglikelihood", "metric_list": PERPLEXITY}
     write_task(tasks, "perplexity", QUESTIONS, **options)
     write_task(tasks, "no_data", QUESTIONS)
     (tasks / "no_data.jsonl").unlink()

@@ -121,21 +121,30 @@ def test_duplicates(tmp_path, capsys):
     assert "ids and tokens" not in shown
 
 
-@pytest.mark.parametrize("norm", [1e-14, 1e-4])
-def test_rows_that_are_nearly_zero(norm, gpt2, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("factors", "kind", "said"),
+    [
+        ([1e-14, 1e-14], "tiny_rows", "are shorter than a hundredth of the median norm ("),
+        ([1e-4, 1e-4], "tiny_rows", "are shorter than a hundredth of the median norm ("),
+        ([0, torch.inf], "dead_rows", "are zero or not finite, and left out of all measures ("),
+    ],
+)
+def test_rows_to_repair(factors, kind, said, gpt2, tmp_path, capsys):
     """As in Falcon 3: what a repair would replace is said, with the command that does it."""
     tensors = load_file(gpt2 / "model.safetensors")
-    tensors["transformer.wte.weight"][[7, 9]] *= norm
+    tensors["transformer.wte.weight"][[7, 9]] *= torch.tensor(factors)[:, None]
     save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
     answer = json.loads(run(capsys, gpt2, "--json"))
-    assert (answer["tiny_rows"], answer["dead_rows"], answer["excluded_rows"]) == ([7, 9], [], 0)
+    rows = {"tiny_rows": [], "dead_rows": [], kind: [7, 9]}
+    assert {name: answer[name] for name in rows} == rows
+    assert answer["excluded_rows"] == len(rows["dead_rows"])
     shown = " ".join(run(capsys, gpt2).split())
-    assert "2 rows are shorter than a hundredth of the median norm (" in shown
-    assert f"coupled-adam repair {gpt2} --out NEW gives them values" in shown
+    assert f"2 rows {said}" in shown
+    assert f"coupled-adam repair {gpt2} --out NEW gives them values like those of" in shown
     assert main(["repair", str(gpt2), "--out", str(tmp_path / "new"), "--json"]) == 0
     (repaired,) = json.loads(capsys.readouterr().out)["matrices"]
     assert [*repaired["rows"]] == ["7", "9"]
-    assert not json.loads(run(capsys, tmp_path / "new", "--json"))["tiny_rows"]
+    assert not json.loads(run(capsys, tmp_path / "new", "--json"))[kind]
 
 
 def test_the_terminal_has_a_verdict_and_no_prose(gpt2, capsys):
@@ -150,20 +159,6 @@ def test_the_terminal_has_a_verdict_and_no_prose(gpt2, capsys):
     assert "tokens look untrained." in shown or answer["undertrained"]["limit"] is None
     assert not any(sentence in shown for sentence in prose if "untrained" not in sentence)
     assert all(sentence in explained for sentence in answer["diagnosis"])
-
-
-def test_rows_that_are_dead(gpt2, capsys):
-    tensors = load_file(gpt2 / "model.safetensors")
-    tensors["transformer.wte.weight"][[7, 9]] = torch.tensor([[0.0], [torch.inf]]).expand(2, 16)
-    save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
-    answer = json.loads(run(capsys, gpt2, "--undertrained", "--json"))
-    assert answer["excluded_rows"] == 2
-    assert answer["dead_rows"] == [7, 9]
-    said = answer["diagnosis"][0]
-    assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
-    assert (
-        f"coupled-adam repair {gpt2} --out NEW gives them values like those of the others" in said
-    )
 
 
 def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, capsys):

@@ -16,10 +16,9 @@ import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file
-from tokenizers import ByteLevelBPETokenizer
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
+import token_models
 from coupled_adam import cli
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
@@ -320,11 +319,7 @@ def hub(tmp_path):
     for split, part in (("train", texts[:36]), ("validation", texts[36:38]), ("test", texts[38:])):
         lines = [json.dumps({"text": text}) + "\n" for text in part]
         (folder / f"{split}.jsonl").write_text("".join(lines))
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts[:36], 500, special_tokens=["<|endoftext|>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
-    ).save_pretrained(tmp_path / "tokenizer")
+    token_models.byte_level(texts[:36], 500).save_pretrained(tmp_path / "tokenizer")
     return [f"--data.hub={folder}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
 
 
@@ -340,15 +335,10 @@ def hub(tmp_path):
 def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
     """All of a recipe but its size: data set, tokenizer, bf16, warmup, evaluation in batches."""
     lab = Laboratory(tmp_path, recipe, None)
-    small = [
-        "--model.n_layer=1",
-        "--model.n_head=2",
-        "--model.n_embd=16",
-        "--model.intermediate_size=32",
-    ]
-    small += ["--model.vocab_size=512", "--training.batch_size=4", "--training.sequence_length=64"]
-    small += ["--training.evaluate_every=10", "--data.held_out=0.1", "--training.lr=1e-2"]
-    small += ["--training.warmup=4"]
+    small = ["--model.n_layer=1", "--model.n_head=2", "--model.n_embd=16", "--training.warmup=4"]
+    small += ["--model.vocab_size=512", "--model.intermediate_size=32", "--training.batch_size=4"]
+    small += ["--training.sequence_length=64", "--training.evaluate_every=10"]
+    small += ["--data.held_out=0.1", "--training.lr=1e-2"]
     lab.run("run", "--arm", arm, "--steps", 30, *small, *hub, "--micro-batch-size", 2)
     metrics = lab.metrics("run")
     losses = [line["train_loss"] for line in metrics if "train_loss" in line]

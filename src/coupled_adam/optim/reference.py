@@ -109,8 +109,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     return sums
 
 
-def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
-    """Update LEAN's nu [H] and d [H] from the sums over all ranks, [2 H + 1]."""
+def finish(matrix: CoupledMatrix, sums: Tensor, t: float | Tensor) -> None:
+    """Update LEAN's nu [H] and d [H] from the sums of step t over all ranks, [2 H + 1]."""
     updates, squares, (count,) = sums.split([len(matrix.exp_avg_sq)] * 2 + [1])
     nothing = count == 0  # the step was skipped, or no token has had a gradient
     count = count.clamp(min=1)
@@ -121,15 +121,15 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
         if isinstance(matrix.lr, Tensor):
             nothing = nothing | (matrix.lr == 0).to(d.device)
         d.copy_(torch.where(nothing, d, updates / count))
+        begin_zero_sum(matrix, t)
 
 
 def begin_zero_sum(matrix: CoupledMatrix, t: float | Tensor) -> None:
     """Set d, [H], to 0 as long as step t is before 1 / (1 - beta2)."""
     d, age = matrix.mean_update, t * (1 - matrix.beta2)
-    assert d is not None
-    if isinstance(age, Tensor):
+    if d is not None and isinstance(age, Tensor):
         d.copy_(torch.where(age.to(d.device) < 1, 0.0, d))
-    elif age < 1:
+    elif d is not None and age < 1:
         d.zero_()
 
 

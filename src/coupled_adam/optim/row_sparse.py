@@ -53,7 +53,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         if total is not None:  # otherwise the kernel has counted the rows and finished the step
             matrix.row_count.add_(total[-1].to(matrix.row_count))
             total = torch.cat([total[:-1], matrix.row_count[None].to(total)])
-            reference.finish(matrix, total)
+            reference.finish(matrix, total, scalars.t)
     _counted[r] = r._version
     return None
 
@@ -148,7 +148,7 @@ def _dense(matrix: CoupledMatrix, r: Tensor, scalars: Scalars) -> None:
     matrix.row_step.fill_(scalars.t)
     matrix.row_count.copy_(count_of(r))
     if total is not None:
-        reference.finish(plain, total)
+        reference.finish(plain, total, scalars.t)
 
 
 def forget(r: Tensor, row_count: Tensor, rows: Tensor) -> None:

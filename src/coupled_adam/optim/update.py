@@ -95,14 +95,11 @@ def update_lean(
     for matrix, scalars in stepping:
         total = matrix.kernel.lean(matrix, weights.get(matrix), scalars)
         if total is not None:  # otherwise the kernel has finished the step
-            summed.append(matrix)
+            summed.append((matrix, scalars.t))
             vectors.append((total, matrix.row_ranks))
     # 3. nu and d, by the sums over all ranks
-    for matrix, total in zip(summed, add_up(vectors)):
-        reference.finish(matrix, total)
-    for matrix, scalars in stepping:
-        if matrix.mean_update is not None:
-            reference.begin_zero_sum(matrix, scalars.t)
+    for (matrix, t), total in zip(summed, add_up(vectors)):
+        reference.finish(matrix, total, t)
 
 
 class _Cut:

@@ -156,6 +156,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
         record.mean_update = matrix.mean_update.data_ptr()
     _set_scalars(record, matrix, scalars, seen)
     _call("coupled_adam_lean", record)
+    if record.finish:
+        reference.begin_zero_sum(matrix, t)
     increment_version(matrix.changed)
     return None if record.finish else total
 

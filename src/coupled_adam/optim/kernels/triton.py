@@ -123,7 +123,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     if are_complete and columns:
         _launch(
             _finish_lean, (_cdiv(columns, _FINISH_LEAN_BLOCK[1]),), _FINISH_LEAN_BLOCK,
-            sums, parts, nu, mean, columns, share, of_step_size["lr"], num_warps=8,
+            sums, parts, nu, mean, columns, share, of_step_size["lr"], of_step_size["t"],
+            num_warps=8,
         )
     # fmt: on
     torch.autograd.graph.increment_version(matrix.changed)
@@ -467,9 +468,9 @@ def _lean(
     tl.store(sums + 2 * columns, tl.sum(count, axis=0))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "t"])
 def _finish_lean(
-    sums, parts, nu, mean, columns, share, lr,
+    sums, parts, nu, mean, columns, share, lr, t,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``reference.finish``, from the sums of all programs."""
@@ -494,8 +495,9 @@ def _finish_lean(
         new = _average(old, tl.div_rn(tl.sum(square, axis=0), k), share)
         tl.store(nu + column, new, mask=inside)
         if mean is not None:
-            # At a rate of 0 d is kept for a later step.
-            new = tl.div_rn(tl.sum(update, axis=0), k)
+            # At a rate of 0 d is kept for a later step, and before step 1 / (1 - beta2) it is 0.
+            begun = _number(t).to(tl.float32) * share >= 1.0
+            new = tl.where(begun, tl.div_rn(tl.sum(update, axis=0), k), 0.0)
             tl.store(mean + column, new, mask=column < _moving(columns, lr))
 
 

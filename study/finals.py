@@ -1,6 +1,7 @@
 """Tables of the finals: AdamW, LEAN and Ember in thirteen settings, each at its own rate."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from scipy import stats
@@ -22,6 +23,7 @@ from .rows import Line, by_seed, results, runs
 LEAN, ADAMW, EMBER = FINAL_ARMS
 Lines = Sequence[Line]
 """Rows of the same runs with different seeds."""
+Key = TypeVar("Key")
 
 
 def seeds_of(lines: Iterable[Line], measure: str) -> dict[int, float]:
@@ -35,10 +37,17 @@ def differences(ours: Lines, theirs: Lines, measure: str) -> list[float]:
     return [tried[seed] - baseline[seed] for seed in tried.keys() & baseline.keys()]
 
 
-def mean_of_settings(numbers: Sequence[float]) -> str:
-    """The mean of a number of each setting, with the 95 % interval of Student's t."""
+def interval(numbers: Sequence[float]) -> str:
+    """The 95 % interval of Student's t for a mean; empty for a single number."""
+    if len(numbers) < 2:
+        return ""
     low, high = stats.ttest_1samp(numbers, 0).confidence_interval()
-    return f"{np.mean(numbers):+.3f} ({low:+.3f} to {high:+.3f}), {len(numbers)} settings"
+    return f"{low:+.3f} to {high:+.3f}"
+
+
+def mean_of_settings(numbers: Sequence[float]) -> str:
+    """The mean of a number of each setting, with its interval."""
+    return f"{np.mean(numbers):+.3f} ({interval(numbers)}), {len(numbers)} settings"
 
 
 def finalist(setting: str, arm: str) -> Line:
@@ -103,12 +112,12 @@ def with_decay(setting: str, arm: str = ADAMW) -> dict[float, Lines]:
     return tried
 
 
-def best(tried: Mapping[float, Lines]) -> tuple[float, Lines]:
-    """The factor with the lowest validation loss with the first seed, and its runs."""
-    losses = {factor: seeds_of(lines, "valid_loss") for factor, lines in tried.items()}
-    seed = min(seed for by_factor in losses.values() for seed in by_factor)
-    factor = min(losses, key=lambda factor: losses[factor].get(seed, np.inf))
-    return factor, tried[factor]
+def best(tried: Mapping[Key, Lines], measure: str = "valid_loss") -> tuple[Key, Lines]:
+    """The factor or name with the lowest validation loss with the first seed, and its runs."""
+    losses = {key: seeds_of(lines, measure) for key, lines in tried.items()}
+    seed = min(seed for by_key in losses.values() for seed in by_key)
+    key = min(losses, key=lambda key: losses[key].get(seed, np.inf))
+    return key, tried[key]
 
 
 def at_best_rate(setting: str, arm: str) -> tuple[float, Lines]:

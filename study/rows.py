@@ -62,6 +62,7 @@ MEASURES = {
     for key, column in COLUMNS.items()
 } | {
     "valid_loss": Measure("L (validation) ↓", _at("valid_loss"), 3, "lower"),
+    "valid_documents": Measure("", _at("documents", "valid", "loss"), 3, "lower"),
     "test_documents": Measure(
         "L of test documents ↓", _at("documents", "test", "loss"), 3, "lower"
     ),

@@ -17,18 +17,17 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import shorthand
 from coupled_adam.rendering.tables import Cell, Table
 
 from . import finals, rate
-from .finals import at_best_rate
+from .finals import at_best_rate, best, differences, interval
 from .questions import QUESTIONS, RATES, SECOND_SETTINGS
 from .rows import (
     BEST,
@@ -55,17 +54,14 @@ TIMED = {"rows": 128256, "columns": 4096, "dtype": "float32", "others": 0, "clip
 """The case of ``benchmarks/gpu.py`` that :func:`_recommended` shows."""
 PAGES = (DOCS.parent / "tables.md", *sorted(DOCS.glob("*.md")), HERE / "tables.md")
 
-BASE = (
-    Line("AdamW", "learning_rate", "lr=0.005 adamw"),
-    Line("Coupled Adam", "learning_rate", "lr=0.005 coupled"),
-)
-
 
 def pair(question: str, name: str) -> Group:
     """The rows of AdamW and Coupled Adam in the same setting."""
     return [Line(label, question, f"{name} {arm}") for arm, label in LABELS.items()]
 
 
+BASE = pair("learning_rate", "lr=0.005")
+LOSS_AND_SHAPE = ("test_loss", "isotropy", "mean_norm_ratio")
 SCALE = {
     ("1.2M", "0.4M"): ("learning_rate", "lr=0.005"),
     ("2.5M", "0.4M"): ("scale", "N=0.4M steps=1200"),
@@ -76,27 +72,14 @@ SCALE = {
 """By D and N: the question with the two runs, and the common part of their names."""
 
 
-def exponent_line(question: str, arm: Arm, n: int, label: str = "") -> Line:
-    """The row of a scaled run with this n; the runs for n = 0 are in another question."""
-    if n != 0:
-        return Line(label, question, f"{arm} n={n}")
-    where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
-    return Line(label, where, f"{name} {arm}")
-
-
-def exponents(question: str, arm: Arm) -> dict[float, Line]:
-    """The rows of scaled runs by n."""
-    pattern = re.compile(rf"{arm} n=(-?\d+)")
-    tried = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
-    return {
-        n: exponent_line(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
-    }
-
-
-def _scale() -> Table:
-    settings = {f"{tokens}, {size}": pair(*of) for (tokens, size), of in SCALE.items()}
-    measures = ("test_loss", "isotropy", "mean_norm_ratio", "men")
-    return side_by_side(settings, measures, "D, N")
+def exponents(question: str, arm: Arm) -> dict[int, Line]:
+    """The rows of a question by n; the scaled runs for n = 0 are in other questions."""
+    names = {name: re.fullmatch(rf"{arm} n=(-?\d+)", name) for name in QUESTIONS[question]}
+    tried = {int(n[1]): Line("", question, name) for name, n in names.items() if n}
+    if question.startswith("scaled"):
+        where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
+        tried[0] = Line("", where, f"{name} {arm}")
+    return tried
 
 
 def _second_moment() -> Table:
@@ -108,11 +91,6 @@ def _second_moment() -> Table:
     return Table(["D, N", *(MEASURES[key].header for key in measures)], rows)
 
 
-def _learning_rate() -> Table:
-    settings = {lr: pair("learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")}
-    return side_by_side(settings, ("valid_loss", "isotropy", "mean_norm_ratio"), "rate")
-
-
 def _by_n() -> Table:
     """The test loss for each n, of AdamW and Coupled Adam after three amounts of data."""
     questions = {
@@ -120,26 +98,21 @@ def _by_n() -> Table:
         "4.9M": ("between_longer", "scaled_longer"),
         "20M": ("paper_ratio",),
     }
-    columns: dict[str, dict[float, Line]] = {}
-    for tokens, sources in questions.items():
-        for arm, label in LABELS.items():
-            column = columns.setdefault(f"{tokens}: {label}", {})
-            for question in sources:
-                if question.startswith("scaled"):
-                    column |= exponents(question, arm)
-                    continue
-                for name in QUESTIONS[question]:
-                    if match := re.fullmatch(rf"{arm} n=(-?\d+)", name):
-                        column[int(match[1])] = Line(label, question, name)
+    columns = {
+        f"{tokens}: {label}": {
+            n: line for question in sources for n, line in exponents(question, arm).items()
+        }
+        for tokens, sources in questions.items()
+        for arm, label in LABELS.items()
+    }
 
     def shown(line: Line | None) -> str:
         return "" if line is None else f"{cell(line, [], 'test_loss')}{dagger(line)}"
 
     factors = sorted({n for column in columns.values() for n in column})
     rows = [[f"{n}", *(shown(column.get(n)) for column in columns.values())] for n in factors]
-    as_a_rate = Line(
-        "", "scaled", "coupled lr_factor=2^2.5"
-    )  # as n = 5, without scaling the moment
+    # As n = 5, without scaling the moment
+    as_a_rate = Line("", "scaled", "coupled lr_factor=2^2.5")
     rows.append(["5, as a rate", "", shown(as_a_rate), *[""] * (len(columns) - 2)])
     return Table(["n", *columns], rows)
 
@@ -151,13 +124,7 @@ def _tying() -> Table:
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    input_measures = ("input_isotropy", "input_mean_norm_ratio")
-    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *input_measures))
-
-
-def _schedules() -> Table:
-    settings = {"cosine": BASE} | {name: pair("schedules", name) for name in ("constant", "wsd")}
-    return side_by_side(settings, ("test_loss", "isotropy", "mean_norm_ratio"))
+    return table([tied, lines], (*LOSS_AND_SHAPE, "input_isotropy", "input_mean_norm_ratio"))
 
 
 def _masked_lm_and_experts() -> Table:
@@ -167,7 +134,7 @@ def _masked_lm_and_experts() -> Table:
         for name, question in {"BERT": "masked_lm", "mixture of experts": "experts"}.items()
     }
     settings["the same, router coupled"] = [settings["mixture of experts"][0], routed]
-    return side_by_side(settings, ("test_loss", "isotropy", "mean_norm_ratio"))
+    return side_by_side(settings, LOSS_AND_SHAPE)
 
 
 ALTERNATIVES = {
@@ -192,13 +159,12 @@ def alternative(lr: float, name: str) -> Line | None:
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
     elif (lr, name) == (5e-3, "lr_factor_0.25"):
-        line = exponent_line("scaled", "adamw", -4, line.label)
+        line = dataclasses.replace(line, question="scaled", name="adamw n=-4")
     return line if line.name in QUESTIONS[line.question] else None
 
 
 def _alternatives() -> Table:
     """Each alternative at two rates, in comparison with AdamW at the same rate."""
-    measures = ("test_loss", "isotropy", "mean_norm_ratio")
     rows: list[list[str | Cell]] = []
     for name, label in ALTERNATIVES.items():
         lines = {lr: line for lr in RATES if (line := alternative(lr, name))}
@@ -206,9 +172,9 @@ def _alternatives() -> Table:
         for lr in RATES:
             usual = alternative(lr, "adamw")
             rivals = [usual] if usual is not None and name != "adamw" else []
-            cells += [cell(lines[lr], rivals, key) if lr in lines else "" for key in measures]
+            cells += [cell(lines[lr], rivals, key) if lr in lines else "" for key in LOSS_AND_SHAPE]
         rows.append(cells)
-    header = [f"{lr:g}: {MEASURES[key].header}" for lr in RATES for key in measures]
+    header = [f"{lr:g}: {MEASURES[key].header}" for lr in RATES for key in LOSS_AND_SHAPE]
     return Table(["AdamW and", *header], rows)
 
 
@@ -305,10 +271,10 @@ def _geometry() -> Table:
 
 
 WIDER = {
-    "AdamW, 0, 0.999": ("adamw 0 0.999", "1"),
-    "LEAN": ("lean", "1"),
-    "AdamW, 0.9, 0.95": ("adamw 0.9 0.95", "6"),
-    "Ember": ("ember", "6"),
+    "AdamW, 0, 0.999": ("adamw 0 0.999", 1),
+    "LEAN": ("lean", 1),
+    "AdamW, 0.9, 0.95": ("adamw 0.9 0.95", 6),
+    "Ember": ("ember", 6),
 }
 """The arms of :mod:`study.wider` by what the page calls them, and the seed that chose the rate."""
 
@@ -318,18 +284,17 @@ SECOND_RUN = range(6, 16)
 
 def _wider() -> Table:
     """The validation loss by n with one seed, and what the chosen rate has in the second run."""
-    measured = results("wider")
     rows = []
     for label, (arm, seed) in WIDER.items():
-        runs_by_n = {n: measured[f"{arm} n={n}"]["seeds"] for n in (0, 2, 4)}
-        losses = {n: runs[seed]["valid_loss"] for n, runs in runs_by_n.items()}
+        lines = {n: Line("", "wider", f"{arm} n={n}") for n in (0, 2, 4)}
+        losses = {n: by_seed(line, "valid_loss")[seed] for n, line in lines.items()}
         n = min(losses, key=losses.__getitem__)
-        second = [run for number, run in runs_by_n[n].items() if int(number) in SECOND_RUN]
         test, mean = (
-            shorthand([run[key] for run in second], 3) for key in ("test_loss", "mean_norm_ratio")
+            [x for number, x in by_seed(lines[n], measure).items() if number in SECOND_RUN]
+            for measure in ("test_loss", "mean_norm_ratio")
         )
         cells = [f"{loss:.3f}" for loss in losses.values()]
-        rows.append([label, *cells, str(n), test, mean, str(len(second))])
+        rows.append([label, *cells, str(n), shorthand(test), shorthand(mean), str(len(test))])
     header = ["embeddings", *(f"L (validation), n = {n}" for n in (0, 2, 4))]
     return Table([*header, "n", "test loss", "‖μ‖ʳ", "seeds"], rows)
 
@@ -337,11 +302,7 @@ def _wider() -> Table:
 def _wider_pairs() -> Table:
     """LEAN minus the AdamW with its betas at n = 2, of each run of the wider model and of both."""
     ours, theirs = (
-        {
-            int(seed): run["test_loss"]
-            for seed, run in results("wider")[f"{arm} n=2"]["seeds"].items()
-        }
-        for arm in ("lean", "adamw 0 0.999")
+        by_seed(Line("", "wider", f"{arm} n=2"), "test_loss") for arm in ("lean", "adamw 0 0.999")
     )
     rows = []
     for label, chosen in (
@@ -350,9 +311,8 @@ def _wider_pairs() -> Table:
         ("both", range(2, 16)),
     ):
         pairs = [ours[seed] - theirs[seed] for seed in chosen]
-        low, high = stats.ttest_1samp(pairs, 0).confidence_interval()
         each = ", ".join(f"{pair:+.3f}" for pair in pairs) if label != "both" else ""
-        rows.append([label, each, f"{np.mean(pairs):+.3f}", f"{low:+.3f} to {high:+.3f}"])
+        rows.append([label, each, f"{np.mean(pairs):+.3f}", interval(pairs)])
     return Table(["seeds", "differences", "mean", "95 % interval"], rows, left=(0, 1, 3))
 
 
@@ -416,11 +376,8 @@ def _first_page() -> Table:
         edition = "" if runs(after) else ", second edition"
         after = after if runs(after) else second
         shown = [cell(line, [], "test_documents") for line in (before, after)]
-        ours, theirs = (by_seed(line, "test_documents") for line in (after, before))
-        pairs = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
-        test = paired_t_test(ours, theirs)
-        interval = "" if test is None else f"{test.low:+.3f} to {test.high:+.3f}"
-        difference = [f"{np.mean(pairs):+.3f}", interval, str(len(pairs))]
+        pairs = differences([after], [before], "test_documents")
+        difference = [f"{np.mean(pairs):+.3f}", interval(pairs), str(len(pairs))]
         cells.append([f"{steps:,}{edition}", f"0.9, {beta2:g}", *shown, *difference])
     columns = ["steps", "betas", "the line before ↓", "the line after ↓", "difference"]
     return Table([*columns, "95 % interval", "seeds"], cells)
@@ -461,8 +418,9 @@ def _switching() -> Table:
         Line("AdamW, recentered, then Coupled Adam", "switching", "recentered_and_switched"),
         Line("AdamW, recentered, on with AdamW", "switching", "recentered"),
     ]
+    adamw, coupled = BASE
     measures = ("test_loss", "isotropy", "mean_norm", "mean_norm_ratio")
-    return table([[BASE[0], *lines, BASE[1]]], measures)
+    return table([[adamw, *lines, coupled]], measures)
 
 
 def _betas(lines: Iterable[Line]) -> Table:
@@ -521,25 +479,20 @@ MOVED = "adamw 0.9 0.95 n=4"
 """The training of ``betas`` whose gradients ``movement`` gives to all rules."""
 
 
-def movement(measure: str) -> dict[str, NDArray[np.float64]]:
-    """A measure of :mod:`study.movement` by rule, for each band: the mean over all windows."""
-    seeds = results("movement")[MOVED]["seeds"].values()
-    windows = [window["rules"] for run in seeds for window in run["windows"]]
-    return {
-        rule: np.mean([window[rule][measure] for window in windows], axis=0) for rule in windows[0]
-    }
-
-
 def _movement() -> Table:
     """Of each rule, the rarer half's share of movement in the batch, and cosines of all and of it.
 
-    The cosine of all is the mean over the bands.
+    Each is the mean over all windows of :mod:`study.movement`, that of all also over the bands.
     """
-    in_batch, cosines = movement("in_batch"), movement("cosine")
-    rows = [
-        [rule, *(f"{x:.2f}" for x in (in_batch[rule][-1], cosine.mean(), cosine[-1]))]
-        for rule, cosine in cosines.items()
-    ]
+    measured = results("movement")[MOVED]["seeds"].values()
+    windows = [window["rules"] for run in measured for window in run["windows"]]
+    rows = []
+    for rule in windows[0]:
+        in_batch, cosine = (
+            np.mean([window[rule][measure] for window in windows], axis=0)
+            for measure in ("in_batch", "cosine")
+        )
+        rows.append([rule, *(f"{x:.2f}" for x in (in_batch[-1], cosine.mean(), cosine[-1]))])
     return Table(["update of the embeddings", "with the token", "cosine, all", "rarer half"], rows)
 
 
@@ -556,44 +509,28 @@ BESIDE_MUON = {
 
 def _tables_beside_muon() -> Table:
     """Validation losses of one seed by rate, then test documents at the best rates, all seeds."""
-    lines: list[list[str | Cell]] = []
-    names = {
-        label: [name for name in results("muon_tables") if name.startswith(f"{arm} f=")]
+    rows: list[list[str | Cell]] = []
+    tried = {
+        label: {
+            float(name.rpartition("=")[2]): [Line("", "muon_tables", name)]
+            for name in results("muon_tables")
+            if name.startswith(f"{arm} f=")
+        }
         for label, arm in BESIDE_MUON.items()
     }
-    tried = {label: by_factor for label, by_factor in names.items() if by_factor}
-    chosen = {BESIDE_MUON[label]: _chosen("muon_tables", tried[label]) for label in tried}
-    for factor in sorted({float(name.partition("f=")[2]) for name in results("muon_tables")}):
+    tried = {label: by_factor for label, by_factor in tried.items() if by_factor}
+    chosen = [best(by_factor) for by_factor in tried.values()]
+    for factor in sorted({*itertools.chain(*tried.values())}):
         cells: list[str | Cell] = [f"validation, f = {factor:g}"]
-        for arm in chosen:
-            name = f"{arm} f={factor:g}"
-            is_tried = name in results("muon_tables")
-            loss = f"{_first('muon_tables', name)['valid_loss']:.3f}" if is_tried else ""
-            cells.append(Cell(loss, bold=name == chosen[arm]))
-        lines.append(cells)
-    by_arm = [Line("", "muon_tables", name) for name in chosen.values()]
-    lines.append(["test documents", *(cell(line, [], "test_documents") for line in by_arm)])
-    lines.append(["‖μ‖ʳ", *(cell(line, [], "mean_norm_ratio") for line in by_arm)])
-    lines.append(["seeds", *(str(len(runs(line))) for line in by_arm)])
-    return Table(["", *tried], lines, left=(0,))
-
-
-def _first(question: str, name: str) -> dict[str, Any]:
-    """The run of the first seed, with which rates were chosen."""
-    run: dict[str, Any] = next(iter(results(question)[name]["seeds"].values()))
-    return run
-
-
-def _chosen(question: str, names: Iterable[str]) -> str:
-    """The name with the lowest validation loss of the first seed; on documents, if need be."""
-
-    def loss(name: str) -> float:
-        run = _first(question, name)
-        return float(
-            run["valid_loss"] if "valid_loss" in run else run["documents"]["valid"]["loss"]
-        )
-
-    return min(names, key=loss)
+        for by_factor, (best_factor, _) in zip(tried.values(), chosen):
+            losses = [values(line, "valid_loss")[0] for line in by_factor.get(factor, ())]
+            cells.append(Cell("".join(map("{:.3f}".format, losses)), bold=factor == best_factor))
+        rows.append(cells)
+    lines = [line for _, (line,) in chosen]
+    rows.append(["test documents", *(cell(line, [], "test_documents") for line in lines)])
+    rows.append(["‖μ‖ʳ", *(cell(line, [], "mean_norm_ratio") for line in lines)])
+    rows.append(["seeds", *(str(len(runs(line))) for line in lines)])
+    return Table(["", *tried], rows, left=(0,))
 
 
 HASHED_BIGRAMS = {
@@ -613,28 +550,29 @@ def _hashed_bigrams() -> Table:
     """Each optimizer of the table at the rate that has the lowest validation loss with one seed."""
     lines: list[list[str | Cell]] = []
     for label, arm in HASHED_BIGRAMS.items():
-        state, cells = "", []
+        state = ""
+        cells: list[str | Cell] = []
         for steps in (600, 2400):
             named = re.compile(rf"{steps} steps {re.escape(arm)}( [\d.]+)?")
-            tried = [name for name in results("hashed_bigrams") if named.fullmatch(name)]
+            tried = {
+                name: [Line("", "hashed_bigrams", name)]
+                for name in results("hashed_bigrams")
+                if named.fullmatch(name)
+            }
             if not tried:
                 cells += ["", ""]
                 continue
-            best = _chosen("hashed_bigrams", tried)
+            name, (line,) = best(tried, "valid_documents")
             if arm != "no table":
-                state = f"{_first('hashed_bigrams', best)['state_bytes'] / 1e6:,.0f}"
-            losses = [
-                run["documents"]["test"]["loss"]
-                for run in results("hashed_bigrams")[best]["seeds"].values()
-            ]
-            cells += [_rate(best, tried), shorthand(losses)]
+                state = f"{next(iter(runs(line).values()))['state_bytes'] / 1e6:,.0f}"
+            cells += [_rate(name, tried), cell(line, [], "test_documents")]
         lines.append([label, state, *cells])
     after = ("rate", "loss after {} steps ↓")
     columns = [text.format(steps) for steps in ("600", "2,400") for text in after]
     return Table(["optimizer of the table", "its state, MB", *columns], lines, left=(0,))
 
 
-def _rate(name: str, tried: list[str]) -> str:
+def _rate(name: str, tried: Iterable[str]) -> str:
     """The rate in the name of a run, with a star if none was tried on one side of it."""
     rates = sorted(float(other.split()[-1]) for other in tried if other[-1].isdigit())
     if not rates:
@@ -651,11 +589,25 @@ TABLES: dict[str, Callable[[], Table]] = {
     "switching": _switching,
     "alternatives": _alternatives,
     "masked_lm_and_experts": _masked_lm_and_experts,
-    "schedules": _schedules,
+    "schedules": partial(
+        side_by_side,
+        {"cosine": BASE} | {name: pair("schedules", name) for name in ("constant", "wsd")},
+        LOSS_AND_SHAPE,
+    ),
     "tying": _tying,
     "second_moment": _second_moment,
-    "scale": _scale,
-    "learning_rate": _learning_rate,
+    "scale": partial(
+        side_by_side,
+        {f"{tokens}, {size}": pair(*runs_of) for (tokens, size), runs_of in SCALE.items()},
+        (*LOSS_AND_SHAPE, "men"),
+        "D, N",
+    ),
+    "learning_rate": partial(
+        side_by_side,
+        {lr: pair("learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")},
+        ("valid_loss", "isotropy", "mean_norm_ratio"),
+        "rate",
+    ),
     **{
         question: partial(_betas, [with_rates(question, name) for name in QUESTIONS[question]])
         for question in ("betas", "betas_longer")

@@ -17,22 +17,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from undertrained_tokens import train_without
 
 from coupled_adam.embeddings.analysis import analyze_model
 from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
-from coupled_adam.embeddings.vocabulary import read_vocabulary
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.load_model import block_length, load_model
-from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.run import Run
+from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.execution import Execution
-from coupled_adam.lab.training.train import train
-from coupled_adam.text.tokenizers import load_tokenizer
 
-HELD_OUT = 50
 SHARES = (0.02, 0.1)  # of the tokens that are asked for; most of the tenth were seen
 RUNS = (
     *(("copies", arm, seed) for arm in ("adamw", "coupled_adam") for seed in (1, 2, 3)),
@@ -59,30 +53,8 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
         data: ``"copies"`` or ``"text"``.
         arm: of the recipe.
     """
-    recipe = load_recipe("tiny")
-    whole = prepare_corpus(recipe, default_cache())
-    assert whole.tokenizer_folder is not None
-    vocabulary = read_vocabulary(load_tokenizer(whole.tokenizer_folder), recipe.model.vocab_size)
-    ok = vocabulary.categories == "ok"
-    rng = np.random.default_rng(0)
-    # Of all frequencies: rare and frequent tokens must be found alike.
-    often = np.flatnonzero(ok & (whole.unigram_counts() >= 20))
-    held_out = rng.choice(often, HELD_OUT, replace=False)
-    texts = folder / data
-    texts.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "valid", "test"):
-        tokens = whole.tokens(split)[:]
-        tokens = tokens[~np.isin(tokens, held_out)]
-        if data == "copies":
-            tokens = with_copies(tokens, recipe.training.sequence_length, rng)
-        tokens.astype("<u2").tofile(texts / f"{split}.bin")
-    tokenizer = str(whole.tokenizer_folder)
-    changed = override(recipe, {"data.tokens": str(texts), "data.tokenizer": tokenizer})
-    corpus = prepare_corpus(changed, folder / "cache")
-    run = Run(changed, arm, seed, folder / f"{data}-{arm}-{seed}")
-    if not (run.folder / "model").exists():
-        train(run, corpus, Execution())
-    unseen = (corpus.unigram_counts() == 0) & ok
+    rewrite = {"rewrite": with_copies} if data == "copies" else {}
+    run, _, _, unseen = train_without(folder, data, arm, seed, {}, **rewrite)
     (analysis,) = analyze_model(str(run.folder), AnalysisInputs())
     model = load_model(run.folder / "model", "cpu")
     result: dict[str, Any] = {"never seen": int(unseen.sum())}
@@ -107,10 +79,9 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     return result
 
 
-def with_copies(
-    tokens: NDArray[np.integer[Any]], length: int, rng: np.random.Generator
-) -> NDArray[np.integer[Any]]:
+def with_copies(tokens: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     """Stretches of a text that alternate with one to three of its tokens, again and again."""
+    length = load_recipe("tiny").training.sequence_length
     seen = np.unique(tokens)  # rare ones as often as frequent ones
     stretches = []
     for start in range(0, len(tokens), length):

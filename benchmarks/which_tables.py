@@ -19,19 +19,18 @@ from transformers.models.auto import modeling_auto
 
 from coupled_adam import param_groups
 
-MAPPINGS = re.findall(
-    r"\w+",
+TASKS = (
     "CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM PRETRAINING MULTIMODAL_LM SEQUENCE_CLASSIFICATION "
     "IMAGE_CLASSIFICATION OBJECT_DETECTION AUDIO_CLASSIFICATION CTC TEXT_TO_WAVEFORM "
-    "TIME_SERIES_PREDICTION DEPTH_ESTIMATION AUDIO_TOKENIZATION",
+    "TIME_SERIES_PREDICTION DEPTH_ESTIMATION AUDIO_TOKENIZATION"
 )
 
 
-def class_names() -> list[str]:
-    """All classes of these tasks, and the models without a head."""
+def class_names(tasks: str, *others: str) -> list[str]:
+    """All classes of these tasks, and of other mappings: "MODEL" has those without a head."""
     names: set[str] = set()
-    for task in [f"MODEL_FOR_{m}_MAPPING_NAMES" for m in MAPPINGS] + ["MODEL_MAPPING_NAMES"]:
-        for entry in getattr(modeling_auto, task, {}).values():
+    for mapping in (*(f"MODEL_FOR_{task}" for task in tasks.split()), *others):
+        for entry in getattr(modeling_auto, f"{mapping}_MAPPING_NAMES", {}).values():
             names.update([entry] if isinstance(entry, str) else entry)
     return sorted(name for name in names if hasattr(transformers, name))
 

@@ -79,8 +79,8 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
         "parameters": parameters,
         "embeddings": embeddings,
         "AdamW": 8 * parameters,
-        "LEAN": 8 * (parameters - embeddings) + of_lean,
-        "Muon and LEAN": 8 * (parameters - embeddings) - 4 * hidden + of_lean,
+        "LEAN": 8 * core + of_lean,
+        "Muon and LEAN": 8 * core - 4 * hidden + of_lean,
         "8-bit AdamW": round(EIGHT_BITS * parameters),
         "adamw_bnb_8bit": round(8 * in_32_bits + EIGHT_BITS * (parameters - in_32_bits)),
         "8-bit AdamW and LEAN": round(EIGHT_BITS * core) + of_lean,
@@ -89,9 +89,8 @@ def state_bytes(model: PreTrainedModel) -> dict[str, int]:
         "APOLLO and LEAN": 8 * (core - hidden) + projected + of_lean,
         "FlashAdamW": round((2 + 4 / 32) * parameters),
     }
-    if any(
-        "lm_head" in name for name in tables
-    ):  # 8 bytes a row of the input table, and a vector over its columns
+    if any("lm_head" in name for name in tables):
+        # 8 bytes a row of the input table, and a vector over its columns
         (table,) = (p for name, p in tables.items() if "lm_head" not in name)
         saved = 4 * (len(table) + 2 * table.shape[1]) - 8 * len(table) - 4 * table.shape[1]
         sizes["LEAN, sparse input table"] = sizes["LEAN"] - saved
@@ -104,24 +103,21 @@ BESIDE += ("Muon", "Muon and LEAN", "APOLLO", "APOLLO and LEAN", "FlashAdamW")
 FIRST_PAGE = ("Gemma 3 270M", "Qwen3-0.6B", "Gemma 3 1B", "Gemma 4", "Llama-3-8B")
 
 
+def row(first: str, size: dict[str, int], kinds: tuple[str, ...] = BESIDE) -> str:
+    """A row of a table, in GB of 10^9 bytes."""
+    return f"| {' | '.join([first, *(f'{size[kind] / 1e9:.2f}' for kind in kinds)])} |\n"
+
+
 def markdown(sizes: dict[str, dict[str, int]]) -> str:
-    """The rows of the table in README.md, without APOLLO, in GB of 10^9 bytes."""
-    rows = []
-    for name in FIRST_PAGE:
-        size = sizes[name]
-        share = f"{size['embeddings'] / size['parameters']:.0%}".replace("%", " %")
-        cells = [name, share, *(f"{size[kind] / 1e9:.2f}" for kind in BESIDE[:7])]
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join(rows)
+    """The rows of the table in README.md, without APOLLO."""
+    shares = {name: sizes[name]["embeddings"] / sizes[name]["parameters"] for name in FIRST_PAGE}
+    firsts = {name: f"{name} | {100 * share:.0f} %" for name, share in shares.items()}
+    return "".join(row(first, sizes[name], BESIDE[:7]) for name, first in firsts.items())
 
 
 def markdown_beside(sizes: dict[str, dict[str, int]]) -> str:
-    """The rows of the table in docs/beside.md, in GB of 10^9 bytes."""
-    rows = []
-    for name, size in sizes.items():
-        cells = [name, *(f"{size[kind] / 1e9:.2f}" for kind in BESIDE)]
-        rows.append(f"| {' | '.join(cells)} |\n")
-    return "".join(rows)
+    """The rows of the table in docs/beside.md."""
+    return "".join(row(name, size) for name, size in sizes.items())
 
 
 if __name__ == "__main__":

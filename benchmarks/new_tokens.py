@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -203,51 +204,55 @@ def embeddings(model: Any) -> list[Tensor]:
     return [*dict.fromkeys(both)]  # once if they are tied
 
 
+def finetuned(
+    texts: Texts,
+    recipe: Any,
+    base: dict[str, Tensor],
+    optimizer: str | None,
+    frozen: bool,
+    factor: float,
+    seed: int,
+) -> dict[str, Any]:
+    """What a model does that is finetuned with an optimizer; None leaves it as it is."""
+    model = with_new_rows(texts, recipe, base, frozen)
+    if optimizer is not None:
+        fit(model, texts.reference["train"], optimizer, seed, factor, **FINETUNING)
+    first_new = texts.vocab_size
+    norms = [matrix.detach().norm(dim=1) for matrix in embeddings(model)]
+    return {
+        "valid": evaluate(model, texts.reference["valid"], 48, first_new),
+        "test": evaluate(model, texts.reference["test"], 96, first_new),
+        "docstrings": evaluate(model, texts.docstrings["valid"], 48, first_new),
+        "norm_of_new": [(n[first_new:].mean() / n[:first_new].mean()).item() for n in norms],
+    }
+
+
 def finetune(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
-    """All settings: first the rates with the first seed, then the best of them with the others."""
+    """All settings, at the best rate of each."""
     for tied in (True, False):
         recipe = override(texts.recipe, {"model.tied": tied})
         torch.manual_seed(0)
         base = build_model(recipe)
         fit(base, texts.docstrings["train"], "AdamW", 0, 1.0, **BASE)
         weights = {name: value.clone() for name, value in base.state_dict().items()}
-
-        def measure(
-            optimizer: str | None,
-            frozen: bool,
-            factor: float,
-            seed: int,
-            recipe=recipe,
-            base=weights,
-        ) -> dict[str, Any]:
-            model = with_new_rows(texts, recipe, base, frozen)
-            if optimizer is not None:
-                fit(model, texts.reference["train"], optimizer, seed, factor, **FINETUNING)
-            first_new = texts.vocab_size
-            norms = [matrix.detach().norm(dim=1) for matrix in embeddings(model)]
-            return {
-                "valid": evaluate(model, texts.reference["valid"], 48, first_new),
-                "test": evaluate(model, texts.reference["test"], 96, first_new),
-                "docstrings": evaluate(model, texts.docstrings["valid"], 48, first_new),
-                "norm_of_new": [
-                    (n[first_new:].mean() / n[:first_new].mean()).item() for n in norms
-                ],
-            }
-
+        measure = partial(finetuned, texts, recipe, weights)
         key = {"question": "finetuning", "tied": tied}
-        run({**key, "optimizer": None}, lambda m=measure: m(None, False, 0.0, 0))
+        run({**key, "optimizer": None}, partial(measure, None, False, 0.0, 0))
         for frozen, optimizer in product((False, True), ADAMW | COUPLED):
             setting = {**key, "frozen": frozen, "optimizer": optimizer}
-
-            def at(factor: float, seed: int, setting=setting, measure=measure) -> dict[str, Any]:
-                arguments = (setting["optimizer"], setting["frozen"], factor, seed)
-                return run({**setting, "factor": factor, "seed": seed}, lambda: measure(*arguments))
-
-            with_best_rate(at)
+            with_best_rate(run, setting, partial(measure, optimizer, frozen))
 
 
-def with_best_rate(at: Callable[[float, int], dict[str, Any]]) -> None:
+def with_best_rate(
+    run: Callable[..., dict[str, Any]],
+    setting: dict[str, Any],
+    measure: Callable[[float, int], dict[str, Any]],
+) -> None:
     """Run all seeds at the rate that is best with the first and not the highest one tried."""
+
+    def at(factor: float, seed: int) -> dict[str, Any]:
+        return run({**setting, "factor": factor, "seed": seed}, partial(measure, factor, seed))
+
     tried = {factor: at(factor, SEEDS[0])["valid"]["loss"] for factor in FACTORS}
     while (best := min(tried, key=tried.__getitem__)) == max(tried):
         tried[4 * best] = at(4 * best, SEEDS[0])["valid"]["loss"]
@@ -257,24 +262,16 @@ def with_best_rate(at: Callable[[float, int], dict[str, Any]]) -> None:
 
 def from_scratch(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
     recipe = override(texts.recipe, {"model.tied": False})
+
+    def measure(optimizer: str, factor: float, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = build_model(recipe)
+        fit(model, texts.docstrings["train"], optimizer, seed, factor, **SCRATCH)
+        return {"valid": evaluate(model, texts.docstrings["valid"], 192, texts.vocab_size)}
+
     for optimizer in ADAMW | COUPLED:
-
-        def at(factor: float, seed: int, optimizer: str = optimizer) -> dict[str, Any]:
-            def measure() -> dict[str, Any]:
-                torch.manual_seed(seed)
-                model = build_model(recipe)
-                fit(model, texts.docstrings["train"], optimizer, seed, factor, **SCRATCH)
-                return {"valid": evaluate(model, texts.docstrings["valid"], 192, texts.vocab_size)}
-
-            key = {
-                "question": "from scratch",
-                "optimizer": optimizer,
-                "factor": factor,
-                "seed": seed,
-            }
-            return run(key, measure)
-
-        with_best_rate(at)
+        setting = {"question": "from scratch", "optimizer": optimizer}
+        with_best_rate(run, setting, partial(measure, optimizer))
 
 
 def main(target: Path) -> None:

@@ -73,10 +73,12 @@ def gpu_section(name: str, record: Mapping[str, Any]) -> str:
 
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a Markdown heading and table for each processor; ``files`` is JSON by file name."""
-    by_processor: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for name, record in sorted(files.items(), key=lambda item: Path(item[0]).stem):
-        by_processor.setdefault(heading(record), {})[name] = record
-    return "\n\n".join(section(title, records) for title, records in by_processor.items())
+    by_processor: dict[str, list[Timed]] = {}
+    for name in sorted(files, key=lambda name: Path(name).stem):
+        by_processor.setdefault(heading(files[name]), []).extend(timed(files[name]))
+    return "\n\n".join(
+        f"### {title}\n\n{table(pooled(results))}" for title, results in by_processor.items()
+    )
 
 
 def heading(record: Mapping[str, Any]) -> str:
@@ -90,11 +92,6 @@ def heading(record: Mapping[str, Any]) -> str:
         f"torch {environment['packages']['torch'].partition('+')[0]}",
     ]
     return ", ".join(filter(None, facts))
-
-
-def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    results = pooled(result for record in files.values() for result in timed(record))
-    return f"### {title}\n\n{table(results)}"
 
 
 def pooled(results: Iterable[Timed]) -> list[Timed]:

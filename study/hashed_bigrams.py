@@ -33,7 +33,7 @@ from coupled_adam.lab.training.schedules import lr_scheduler
 from .documents import document_losses
 from .head import losses
 from .questions import QUESTIONS
-from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
+from .run import HERE, add_result, has_result, machine, parse_seeds, recipe_of
 
 ROWS = 2**20
 RESULTS = HERE / "results" / "hashed_bigrams.json"
@@ -195,8 +195,7 @@ def main() -> None:
     rates = [float(rate) for rate in options.rates.split(",")]
     for arm, rate, seed in itertools.product(options.arms, rates, options.seeds):
         name = f"{options.steps} steps {arm}" + (f" {rate:g}" if arm != NO_TABLE else "")
-        content = read_results(options.out)  # another process may have added to it
-        if str(seed) in content.get(name, {}).get("seeds", {}):
+        if has_result(options.out, name, seed):
             continue
         trained = train(recipe, corpus, arm, rate, seed)
         documents = document_losses(
@@ -207,9 +206,7 @@ def main() -> None:
             recipe.training.sequence_length,
         )
         result = {**trained, "documents": documents, "environment": made_by}
-        content = read_results(options.out)
-        content.setdefault(name, {"seeds": {}})["seeds"][str(seed)] = result
-        write_results(options.out, content)
+        add_result(options.out, name, seed, result)
         print(f"{name}, seed {seed}: {documents['valid']['loss']:.4f}", flush=True)
 
 

@@ -9,7 +9,6 @@ their updates are held against the gradient of all validation blocks at the star
 """
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from coupled_adam.lab.training.schedules import lr_scheduler
 from .documents import frequency_bands
 from .head import losses
 from .questions import QUESTIONS
-from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
+from .run import HERE, add_result, has_result, machine, parse_seeds, recipe_of
 from .tables import MOVED
 
 RULES: dict[str, dict[str, Any]] = {
@@ -66,7 +65,6 @@ class Rule:
         self.update = self._parameter.detach().clone()
 
 
-@dataclasses.dataclass
 class Window:
     """What the rules would have done in some steps.
 
@@ -78,21 +76,10 @@ class Window:
             rows whose token is in the batch, and of the others.
     """
 
-    start: int
-    downhill: Tensor
-    total: dict[str, Tensor]
-    squares: dict[str, Tensor]
-
-    @classmethod
-    def beginning(cls, start: int, downhill: Tensor) -> "Window":
-        """A window in which nothing has been added up."""
-        rows = len(downhill)
-        return cls(
-            start,
-            downhill,
-            {name: torch.zeros_like(downhill) for name in RULES},
-            {name: torch.zeros(2, rows) for name in RULES},
-        )
+    def __init__(self, start: int, downhill: Tensor) -> None:
+        self.start, self.downhill = start, downhill
+        self.total = {name: torch.zeros_like(downhill) for name in RULES}
+        self.squares = {name: torch.zeros(2, len(downhill)) for name in RULES}
 
     def add(self, rules: Mapping[str, Rule], batch: Tensor) -> None:
         """Add the last update of each rule, of a step whose batch has these tokens."""
@@ -151,7 +138,7 @@ def measure(recipe: Recipe, corpus: Corpus, seed: int, starts: frozenset[int]) -
             held_out = held_out_batches(
                 corpus.tokens("valid"), training.batch_size, training.sequence_length
             )
-            window = Window.beginning(step, -gradient(model, matrix, held_out))
+            window = Window(step, -gradient(model, matrix, held_out))
         optimizer.zero_grad()
         losses(model, batch).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
@@ -179,17 +166,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "movement.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    content = read_results(options.out)
-    seeds = content.setdefault(MOVED, {"seeds": {}})["seeds"]
     for seed in options.seeds:
-        if str(seed) in seeds:
+        if has_result(options.out, MOVED, seed):
             continue
         recipe = recipe_of(QUESTIONS["betas"][MOVED], options.text)
         starts = np.linspace(recipe.steps // 6, recipe.steps - WINDOW, options.windows).astype(int)
         corpus = prepare_corpus(recipe, default_cache())
         windows = measure(recipe, corpus, seed, frozenset(starts.tolist()))
-        seeds[str(seed)] = {"windows": windows, "environment": machine()}
-        write_results(options.out, content)
+        add_result(options.out, MOVED, seed, {"windows": windows, "environment": machine()})
         print(f"seed {seed}", flush=True)
 
 

@@ -442,10 +442,8 @@ class FinalSetting(NamedTuple):
     earlier: dict[str, Earlier]
 
 
-def _final_setting(
-    overrides: dict[str, Any], lean: float, adamw: Earlier, ember: Earlier
-) -> FinalSetting:
-    return FinalSetting(overrides, dict(zip(FINAL_ARMS, (Earlier(lean), adamw, ember))))
+def _final_setting(overrides: dict[str, Any], lean: float, *others: Earlier) -> FinalSetting:
+    return FinalSetting(overrides, dict(zip(FINAL_ARMS, (Earlier(lean), *others))))
 
 
 def _earlier(n: int, question: str, name: str) -> Earlier:

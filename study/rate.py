@@ -10,7 +10,7 @@ from coupled_adam.optim.lean import lean_lr_factor
 from coupled_adam.rendering.tables import Table
 
 from .finals import LEAN, Lines, at_rates, seeds_of
-from .questions import FINAL_SETTINGS, QUESTIONS, RATE_SETTINGS, rate_rule
+from .questions import FINAL_SETTINGS, QUESTIONS, rate_rule
 from .rows import Line
 
 
@@ -69,15 +69,16 @@ def settings_of_the_finals(arm: str = LEAN) -> list[Setting]:
 
 def settings() -> list[Setting]:
     """Those of the fewest steps, and of the finals."""
-    tried: dict[str, list[tuple[float, Lines]]] = {}
-    for name, entry in QUESTIONS["fewest_steps"].items():
-        line = Line("", "fewest_steps", name)
-        tried.setdefault(name.partition(" lean2 ")[0], []).append((entry.arm["lr_factor"], [line]))
-    fewest = [
-        _setting(label, RATE_SETTINGS[label]["training.steps"], runs)
-        for label, runs in tried.items()
-    ]
-    return [*fewest, *settings_of_the_finals()]
+    fewest = {
+        steps: [
+            (entry.arm["lr_factor"], [Line("", "fewest_steps", name)])
+            for name, entry in QUESTIONS["fewest_steps"].items()
+            if entry.overrides["training.steps"] == steps
+        ]
+        for steps in (150, 300)
+    }
+    shortest = [_setting(f"{steps} steps", steps, tried) for steps, tried in fewest.items()]
+    return [*shortest, *settings_of_the_finals()]
 
 
 RULES: dict[str, Callable[[int], float]] = {

@@ -132,15 +132,17 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
     return read_results(folder / f"{question}.json")
 
 
-def add_result(
-    question: str, name: str, seed: int, result: dict[str, Any], text: str, folder: Path
-) -> None:
-    """Add what :func:`run` returned to a question's results; ``text`` is the text's name."""
-    content = results(question, folder)
-    recipe = recipe_of(QUESTIONS[question][name], text).to_dict()
-    content.setdefault(name, {"recipe": recipe, "seeds": {}})["seeds"][str(seed)] = result
-    folder.mkdir(parents=True, exist_ok=True)
-    write_results(folder / f"{question}.json", content)
+def has_result(path: Path, name: str, seed: int) -> bool:
+    """Whether a file of results has that of a run."""
+    return str(seed) in read_results(path).get(name, {}).get("seeds", {})
+
+
+def add_result(path: Path, name: str, seed: int, result: dict[str, Any], **of_all: Any) -> None:
+    """Add a run to a file of results; ``of_all`` is what all runs of the name have in common."""
+    content = read_results(path)  # another process may have added to it
+    content.setdefault(name, {**of_all, "seeds": {}})["seeds"][str(seed)] = result
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_results(path, content)
 
 
 def write_results(path: Path, content: dict[str, Any]) -> None:
@@ -193,7 +195,7 @@ def main() -> None:
         for question in options.questions or QUESTIONS
         for seed in options.seeds
         for name in fnmatch.filter(QUESTIONS[question], options.only)
-        if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})
+        if not has_result(options.results / f"{question}.json", name, seed)
     ]
     prepared = {recipe_of(QUESTIONS[q][n]).model.vocab_size: (q, n) for q, n, _ in jobs}
     for question, name in prepared.values():  # each corpus once, with all threads
@@ -210,7 +212,9 @@ def main() -> None:
                 print(f"{question}: {name}, seed {seed}: {error!r}", flush=True)
                 continue
             result = done.result()
-            add_result(question, name, seed, result, Path(options.text).name, options.results)
+            recipe = recipe_of(QUESTIONS[question][name], Path(options.text).name).to_dict()
+            path = options.results / f"{question}.json"
+            add_result(path, name, seed, result, recipe=recipe)
             loss = result.get("test_loss", float("nan"))
             print(f"{question}: {name}, seed {seed}: {loss:.4f}", flush=True)
     if any(done.exception() for done in waiting):

@@ -100,7 +100,6 @@ def measure_folder(
     batches: int,
     batch_size: int,
     cache: Path,
-    device: str = "cpu",
 ) -> Theory:
     """Call :func:`measure_theory` for a run and its training text, or for a model and a text.
 
@@ -122,14 +121,14 @@ def measure_folder(
             raise UsageError(f"--text is for models; {folder} is a run with its own")
         recipe = trusted_run(folder).recipe
         training = recipe.training
-        model = load_model(folder / MODEL, device)
+        model = load_model(folder / MODEL, "cpu")
         tokens = prepare_corpus(recipe, cache).tokens("train")
         length, betas, eps = training.sequence_length, training.betas, training.eps
     else:
         check_model(folder)
         if text is None:
             raise UsageError(f"{folder} is a model: name a text for it with --text")
-        model = load_model(folder, device)
+        model = load_model(folder, "cpu")
         require_causal(model, folder)
         tokens = text_tokens(text, load_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS

@@ -30,7 +30,7 @@ from coupled_adam.embeddings import mean_norm_ratio
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 
 from .questions import ADAMW, Entry
-from .run import HERE, machine, parse_seeds, read_results, recipe_of, write_results
+from .run import HERE, add_result, has_result, machine, parse_seeds, read_results, recipe_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +282,7 @@ def main() -> None:
     setting = Setting(**{key: value for key, value in given.items() if value is not None})
     if not fnmatch.filter(RUNS, options.only):
         parser.error(f"--only {options.only!r} matches none of {', '.join(RUNS)}")
-    content = read_results(options.results)
-    for name, run in content.items():
+    for name, run in read_results(options.results).items():
         if run["setting"] != dataclasses.asdict(setting):
             parser.error(f"{options.results} has {name!r} of another setting: name another file")
     torch.set_float32_matmul_precision("high")
@@ -294,7 +293,7 @@ def main() -> None:
         (name, seed)
         for seed in options.seeds
         for name in fnmatch.filter(RUNS, options.only)
-        if str(seed) not in content.get(name, {}).get("seeds", {})
+        if not has_result(options.results, name, seed)
     ]
     made_by = machine()
     for first in range(0, len(due), options.together):
@@ -304,9 +303,8 @@ def main() -> None:
         for training in wave:
             result = training.result(text["valid"], text["test"])
             result |= {"seconds": time.perf_counter() - began, "environment": made_by}
-            entry = {"setting": dataclasses.asdict(setting), "seeds": {}}
-            content.setdefault(training.name, entry)["seeds"][str(training.seed)] = result
-            write_results(options.results, content)
+            of_all = {"setting": dataclasses.asdict(setting)}
+            add_result(options.results, training.name, training.seed, result, **of_all)
             print(f"{training.name}, seed {training.seed}: {result['test_loss']:.4f}", flush=True)
 
 

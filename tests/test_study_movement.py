@@ -34,7 +34,7 @@ def test_a_window_by_hand(monkeypatch):
     rule = movement.Rule({"betas": (0.0, 0.9)}, torch.zeros(3, 2))
     monkeypatch.setattr(movement, "RULES", {"rule": {}})
     downhill = torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    window = movement.Window.beginning(7, downhill)
+    window = movement.Window(7, downhill)
     rule.update = torch.tensor([[3.0, 4.0], [0.0, 1.0], [2.0, 0.0]])
     window.add({"rule": rule}, torch.tensor([[0]]))
     rule.update = torch.tensor([[3.0, -4.0], [0.0, 1.0], [-1.0, 0.0]])

@@ -31,7 +31,7 @@ from torch.nn import functional
 from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
-from coupled_adam.lab.data.tokenization import held_out_split
+from coupled_adam.lab.data.tokenization import held_out
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training.environment import environment
@@ -135,8 +135,8 @@ class Texts:
         self._tokenizer = self._rust_tokenizer(corpus)
         self._pieces: dict[str, list[int]] = {}
         by_split: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
-        for text in filter(str.strip, reference):
-            by_split[held_out_split(text, 0.1)].append(text)
+        for split, text in held_out(filter(str.strip, reference), 0.1):
+            by_split[split].append(text)
         words = Counter(word for text in by_split["train"] for word in self._words(text))
         cut = [w for w, _ in words.most_common() if w[1:].isalpha() and len(self._encode(w)) > 1]
         self.new = cut[:NEW]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import analyze, load_embeddings
-from coupled_adam.embeddings.measures import MEASURES
+from coupled_adam.embeddings.measures import MEASURES, numbers
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "src" / "coupled_adam" / "embeddings" / "references.json"
@@ -99,8 +99,9 @@ def runs_of(pattern: str) -> list[Mapping[str, Any]]:
 def reference(results: list[Mapping[str, Any]], sizes: str) -> dict[str, Any]:
     """The least, the median and the largest value of each measure that all results have."""
     measures = {}
+    of_each = [numbers(MEASURES, result) for result in results]
     for key, measure in MEASURES.items():
-        values = [measure.value(result) for result in results]
+        values = [of_one[key] for of_one in of_each]
         values = [value for value in values if isinstance(value, float)]
         if values and not measure.path[1:]:
             quantiles = np.quantile(values, [0, 0.5, 1])

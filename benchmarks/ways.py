@@ -9,6 +9,7 @@ imports execute, comprehensions and the functions of dataclasses do not count.
 
 import collections
 import contextlib
+import inspect
 import io
 import os
 import sys
@@ -50,8 +51,9 @@ def counted() -> Iterator[dict[str, Any]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_own = code.co_filename.startswith(PACKAGE) and code.co_filename.endswith(".py")
-        # Neither comprehensions nor a generator that goes on are further calls.
-        if event == "call" and is_own and code.co_name[0] != "<" and frame.f_lasti <= 4:
+        # No further calls are the bodies of classes, comprehensions, and generators that go on.
+        is_function = code.co_flags & inspect.CO_NEWLOCALS and code.co_name[0] != "<"
+        if event == "call" and is_own and is_function and frame.f_lasti <= 4:
             functions[code.co_filename, code.co_qualname] += 1
             if not files or files[-1] != code.co_filename:
                 files.append(code.co_filename)

@@ -1,7 +1,7 @@
 """The evaluation of the study's finished runs: the laboratory's, and what only the study asks."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import single_tokens, subtract_mean, word_similarity
-from coupled_adam.embeddings.measures import LOGGED
+from coupled_adam.embeddings.measures import LOGGED, numbers
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets, measures
@@ -79,7 +79,7 @@ def evaluate(
         "initial_mean_norm": run.metrics[0]["mean_norm"],
         "valid_loss": held_out_loss("valid", training.evaluation_batches),
         "test_loss": held_out_loss("test", training.test_batches),
-        **_logged(matrices["embeddings"]),
+        **numbers(LOGGED, matrices["embeddings"]),
         "band_norms": norms.tolist(),
         "word_similarity": _similarity(words, sets, token_ids),
         "word_similarity_centered": _similarity(subtract_mean(words), sets, token_ids),
@@ -88,7 +88,7 @@ def evaluate(
         ],
     }
     if matrices["input_embeddings"] is not None:
-        input_numbers = _logged(matrices["input_embeddings"])
+        input_numbers = numbers(LOGGED, matrices["input_embeddings"])
         results |= {f"input_{key}": value for key, value in input_numbers.items()}
     if held_out:
         assert corpus.tokenizer_folder is not None
@@ -101,11 +101,6 @@ def evaluate(
         blocks = next(held_out_batches(corpus.tokens("valid"), 4 * size, length))
         results |= extra(model, blocks.to(device))
     return results
-
-
-def _logged(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is logged of a matrix, out of all its measures."""
-    return {key: measure.value(report) for key, measure in LOGGED.items()}
 
 
 def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import token_models
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
-from coupled_adam.embeddings.measures import LOGGED
+from coupled_adam.embeddings.measures import LOGGED, numbers
 from coupled_adam.embeddings.monitor import FIRST, Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
 from processes import run_cases, run_on_ranks
@@ -76,8 +76,8 @@ def test_lightning(tmp_path):
             ("input_embeddings", model.transformer.wte),
         ):
             report = analyze(layer.weight, counts)
-            for name, measure in LOGGED.items():
-                assert float(row[f"{prefix}/{name}"]) == pytest.approx(measure.value(report))
+            for name, number in numbers(LOGGED, report).items():
+                assert float(row[f"{prefix}/{name}"]) == pytest.approx(number)
     assert not lines[0]["embeddings/largest_logit"]  # before the first step there are no logits
     assert all(float(row["embeddings/largest_logit"]) > 0 for row in lines[1:])
 

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from coupled_adam.errors import UsageError
 from coupled_adam.files import new_folder
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
+from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import passages
@@ -55,6 +55,10 @@ def entries(cache):
 def json_lines(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def held_out_split(text, share):
+    return next(held_out([text], share))[0]
 
 
 @given(st.lists(st.text(max_size=20)), st.floats(0.01, 0.49))

@@ -144,7 +144,10 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
     if type(None) in get_args(kind):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
     # What is not given is left to the dataclass, whose type checks the rest.
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, text)}
+    text = text.removesuffix(".").replace("%", "%%")  # argparse formats it
+    if field.default not in (None, False, "", dataclasses.MISSING) and "default" not in text:
+        text += f" (default: {field.default})"
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     is_list, is_required = get_origin(kind) is list, field.default is dataclasses.MISSING
     # A field with a metavar is given by its place, without the name of an option.
     if "metavar" in field.metadata:
@@ -163,13 +166,6 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
     elif is_required:
         settings["required"] = True
     parser.add_argument(_typed(field.name), **settings)
-
-
-def _help(field: dataclasses.Field[Any], text: str) -> str:
-    """The help of an option, with its default unless the text names it."""
-    says_nothing = field.default in (None, False, "", dataclasses.MISSING) or "default" in text
-    text = text.removesuffix(".").replace("%", "%%")  # argparse formats it
-    return text if says_nothing else f"{text} (default: {field.default})"
 
 
 def _typed(key: str, value: str = "") -> str:

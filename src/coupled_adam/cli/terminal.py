@@ -44,6 +44,7 @@ class Stream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.rich_proxied_file = self  # rich asks for it at each line, and would be told of none
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stream, name)

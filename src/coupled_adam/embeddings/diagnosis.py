@@ -99,7 +99,7 @@ _AT_THE_SOFTMAX = {
 
 
 def _text(key: str, measures: Measures) -> str:
-    return MEASURES[key].texts([MEASURES[key].value(measures)])[0]
+    return MEASURES[key].texts([getattr(measures, key)])[0]
 
 
 def _sentence(phrases: Iterable[str]) -> str:
@@ -134,7 +134,7 @@ def _verdict(
 
 def _placed(measures: Measures) -> dict[str, str]:
     """Where the measures that can be compared lie, by key."""
-    values = {key: MEASURES[key].value(measures) for key in _PLACED}
+    values = {key: getattr(measures, key) for key in _PLACED}
     return {
         key: f"{MEASURES[key].label} {_text(key, measures)} is {place(key, value)}"
         for key, value in values.items()

@@ -69,13 +69,6 @@ class Measure:
         """The header of a column, with an arrow to the better values."""
         return self.short_name + {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
 
-    def value(self, results: object) -> float | None:
-        """Look the number up in a report, or in its dict; None if it was not measured."""
-        entry: Any = results
-        for key in self.path:
-            entry = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
-        return entry  # type: ignore[no-any-return]
-
     def texts(self, values: Iterable[float | None]) -> list[str]:
         """Format values for a table; a dash for None."""
         rounded = (value if value is None else round(value, self.digits) + 0.0 for value in values)
@@ -272,7 +265,17 @@ def small_print(measures: Iterable[Measure]) -> str:
     return "; ".join(f"{name}: {meaning}" for name, meaning in by_name.items())
 
 
+def numbers(measures: Mapping[str, Measure], results: object) -> dict[str, float | None]:
+    """Measures in a report, or in its dict, by their keys; None for what was not measured."""
+    values = {}
+    for name, measure in measures.items():
+        entry: Any = results
+        for key in measure.path:
+            entry = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
+        values[name] = entry
+    return values
+
+
 def logged(report: object) -> dict[str, float]:
     """The numbers of a report to log, by key; without those that are not defined."""
-    values = {key: measure.value(report) for key, measure in LOGGED.items()}
-    return {key: value for key, value in values.items() if value is not None}
+    return {key: x for key, x in numbers(LOGGED, report).items() if x is not None}

@@ -18,7 +18,7 @@ from coupled_adam.embeddings.diagnosis import NO_VERDICT, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, top_directions
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
-from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
+from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures, numbers
 from coupled_adam.embeddings.partition import Directions, log_partitions
 from coupled_adam.embeddings.references import span
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
@@ -97,8 +97,9 @@ def measure_rows(
     say nothing once it is removed, and no references.
     """
     rows: list[Row] = []
+    of_each = [numbers(MEASURES, report) for report in reports]
     for measure in sorted(MEASURES.values(), key=lambda measure: not measure.comparable):
-        values = [measure.value(report) for report in reports]
+        values = [of_one[measure.key] for of_one in of_each]
         shown = (all_measures or measure.first) and (as_is or not measure.about_mean)
         # Without its mean or top directions a matrix has zeros that mean nothing.
         if not shown or not any(value is not None if as_is else value for value in values):

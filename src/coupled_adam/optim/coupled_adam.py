@@ -475,6 +475,7 @@ class CoupledAdam(torch.optim.Adam):
             if not is_checked:
                 check_parameter(group, index)
                 fit_state(group, index, self.state[p])
+                now = now and description(group, p, self.state[p])  # which may be new
         whole = CoupledMatrix.of(group, p, self.state[p], number)
         if whole.grad.layout == torch.sparse_coo:
             whole = row_sparse.touched(whole)

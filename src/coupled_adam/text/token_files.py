@@ -35,7 +35,8 @@ class TokenFile:
     def split_at(self, at: int) -> tuple["TokenFile", "TokenFile"]:
         """Split into the first ``at`` tokens and the rest."""
         at = min(max(at, 0), self.length)
-        rest = dataclasses.replace(self, offset=self._byte(at), length=self.length - at)
+        offset = self.offset + at * np.dtype(self.dtype).itemsize
+        rest = dataclasses.replace(self, offset=offset, length=self.length - at)
         return dataclasses.replace(self, length=at), rest
 
     def read(self, folder: Path, start: int, stop: int) -> NDArray[Any]:
@@ -45,14 +46,11 @@ class TokenFile:
         Raises OSError if the file cannot be read, or has become shorter.
         """
         path, count = folder / self.path, min(stop, self.length) - start
-        ids = np.fromfile(path, self.dtype, count, offset=self._byte(start))
+        offset = self.offset + start * np.dtype(self.dtype).itemsize
+        ids = np.fromfile(path, self.dtype, count, offset=offset)
         if len(ids) < count:  # it was cut after its length was read
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA), str(path))
         return ids
-
-    def _byte(self, token: int) -> int:
-        """Where in the file a token is."""
-        return self.offset + token * np.dtype(self.dtype).itemsize
 
 
 class Tokens:
@@ -67,7 +65,7 @@ class Tokens:
         return int(self._ends[-1])
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
-        start, stop, _ = where.indices(len(self))
+        start, stop, _ = where.indices(int(self._ends[-1]))
         stop = max(start, stop)
         pieces = [np.empty(0, self._files[0].dtype)]  # so that an empty slice has a dtype
         # From the file in which the slice begins to the one in which it ends.

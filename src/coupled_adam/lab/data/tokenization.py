@@ -66,12 +66,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def held_out_split(document: str, share: float) -> str:
-    """The split of a document, as a function of its text; valid and test get ``share`` each."""
-    # Not drawn at random: a document keeps its split when others are added, or come in other order.
-    start = hashlib.sha256(document.encode()).digest()[:8]
-    place = int.from_bytes(start, "big") / 2**64
-    return "valid" if place < share else "test" if place < 2 * share else "train"
+def held_out(documents: Iterable[str], share: float) -> Iterator[tuple[str, str]]:
+    """Yield (split, document) for each document; valid and test get ``share`` each.
+
+    The split is a function of the text: a document keeps it when others are added, or come first.
+    """
+    for document in documents:
+        start = hashlib.sha256(document.encode()).digest()[:8]
+        place = int.from_bytes(start, "big") / 2**64
+        yield "valid" if place < share else "test" if place < 2 * share else "train", document
 
 
 def write_tokens(
@@ -88,7 +91,14 @@ def write_tokens(
     Returns:
         The tokenizer, and the files and the number of documents of each split.
     """
-    documents = {split: _assigned(source, split, data) for split in source.documents}
+    # Held-out documents come out of the training split, unless the source has a split of them.
+    documents: dict[str, Iterator[tuple[str, str]]] = {
+        split: zip(itertools.repeat(split), texts) for split, texts in source.documents.items()
+    }
+    documents["train"] = (
+        ("train" if split in source.documents else split, text)
+        for split, text in held_out(source.documents["train"], data.held_out)
+    )
     if tokenizer is None:
         # They are kept until they are tokenized, since reading them again might mean a download.
         first = _enough_for_bpe(documents["train"], data)
@@ -118,14 +128,6 @@ def write_tokens(
                     break
     token_files = {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}
     return tokenizer, token_files, {**counts}
-
-
-def _assigned(source: Source, own_split: str, data: Data) -> Iterator[tuple[str, str]]:
-    """Yield a pair (split, document) for each document in a split of the source."""
-    for document in source.documents[own_split]:
-        # Held-out documents come out of the training split, unless the source has a split of them.
-        split = held_out_split(document, data.held_out) if own_split == "train" else own_split
-        yield own_split if split in source.documents else split, document
 
 
 def _enough_for_bpe(assigned: Iterator[tuple[str, str]], data: Data) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
+from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure, numbers
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import require
 from coupled_adam.files import files_below, resolved
@@ -129,7 +129,7 @@ def _row(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
-        **{key: measure.value(run.evaluation) for key, measure in COLUMNS.items()},
+        **numbers(COLUMNS, run.evaluation),
         **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _FROM_LOG},
     }
 

@@ -30,7 +30,7 @@ def lean(model: PreTrainedModel, recipe: Recipe, _: Arm) -> Optimizer:
         lr=training.lr,
         betas=training.betas,
         embeddings="lean",
-        steps=recipe.steps,
+        steps=recipe.training.total_steps,
         fused=True,
     )
 

@@ -170,7 +170,8 @@ def main() -> None:
         if has_result(options.out, MOVED, seed):
             continue
         recipe = recipe_of(QUESTIONS["betas"][MOVED], options.text)
-        starts = np.linspace(recipe.steps // 6, recipe.steps - WINDOW, options.windows).astype(int)
+        steps = recipe.training.total_steps
+        starts = np.linspace(steps // 6, steps - WINDOW, options.windows).astype(int)
         corpus = prepare_corpus(recipe, default_cache())
         windows = measure(recipe, corpus, seed, frozenset(starts.tolist()))
         add_result(options.out, MOVED, seed, {"windows": windows, "environment": machine()})

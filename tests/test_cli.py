@@ -453,7 +453,7 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
         ["--training.lr=1e-3", "--model.n_layer=4", "--arms.lean.lr_factor", "[2, 4]", "--steps=7"],
     )
     recipe = options.recipe_of(load_recipe("demo").to_dict())
-    assert (recipe.training.lr, recipe.model.n_layer, recipe.steps) == (1e-3, 4, 7)
+    assert (recipe.training.lr, recipe.model.n_layer, recipe.training.total_steps) == (1e-3, 4, 7)
     assert list(recipe.arms) == ["adamw", "tuned", "coupled_adam", "lean-1", "lean-2"]
 
 

@@ -35,7 +35,7 @@ LINES = {
     "analyze --neighbours a m": "MODEL. It comes first: coupled-adam analyze MODEL ...",
     "compare --seed 3": "did you mean --seeds?",
     "compare --seeds 0": "--seeds 0: there must be at least one seed",
-    "compare --seeds": "--seeds: there must be at least one seed",
+    "compare --seeds": "argument --seeds: expected at least one argument",
     "compare --seeds 1 1": "--seeds 1 1: a seed is given twice",
     "compare --seeds -1": "--seeds -1: Input should be greater than or equal to 0",
     "compare --seeds 1,3": "separate several by spaces: --seeds 1 3",

@@ -39,7 +39,7 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> d
     rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)
     samples = [(a, b) for a, b in rounds]
     ratio = Quartiles.of(adamw / coupled for coupled, adamw in samples)
-    tokens = recipe.tokens_per_step
+    tokens = recipe.training.tokens_per_step
     return {
         "recipe": recipe.name,
         "parameters": parameters(recipe),

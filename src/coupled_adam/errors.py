@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 import shlex
 import shutil
 import sys
@@ -64,14 +65,8 @@ class PreemptedError(BaseException):
 def lacks_resources(error: BaseException) -> bool:
     """Whether the system has no more memory or threads, for which torch raises RuntimeErrors."""
     said = f"{type(error).__name__} {error}"
-    words = (
-        "MemoryError",
-        "OutOfMemory",
-        "DefaultCPUAllocator",
-        "new thread",
-        "create a primitive",
-    )
-    return isinstance(error, MemoryError | RuntimeError) and any(word in said for word in words)
+    words = "MemoryError|OutOfMemory|DefaultCPUAllocator|new thread|create a primitive"
+    return isinstance(error, MemoryError | RuntimeError) and bool(re.search(words, said))
 
 
 def printable(text: str) -> str:

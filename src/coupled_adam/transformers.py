@@ -23,7 +23,7 @@ from coupled_adam.optim.core import Core
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.lean import Rate
 from coupled_adam.optim.options import refuse_unknown
-from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, split
+from coupled_adam.optim.param_groups import GROUP_OPTIONS, embedding_options, subgroups
 
 # Older ones do not call a factory with the model.
 require_version("transformers>=5.3", "coupled_adam.transformers: pip install -U transformers")
@@ -154,7 +154,7 @@ def _named_core(args: TrainingArguments, model: Any, trainer: Trainer | None) ->
         made = []
         for group in groups:
             group.setdefault("weight_decay", args.weight_decay)
-            for subgroup in split(group, lambda _, p: id(own_options.get(p))).values():
+            for subgroup in subgroups(group, lambda _, p: id(own_options.get(p))).values():
                 special = own_options.get(subgroup["params"][0], {})
                 made.append({**special, **subgroup})
         optimizer = kind(made, **options)

@@ -236,29 +236,6 @@ def test_a_run_of_an_older_version_goes_on(unfinished):
         go_on()
 
 
-LOGS = {
-    "cut at a line's end": lambda lines: lines[:-2],
-    "cut in the middle": lambda lines: lines[:2] + lines[4:],
-    "without its beginning": lambda lines: lines[1:],
-    "doubled": lambda lines: lines * 2,
-    "a line twice": lambda lines: [*lines[:3], lines[2], *lines[3:]],
-    "in another order": lambda lines: lines[::-1],
-    "empty": lambda _: [],
-}
-
-
-@pytest.mark.parametrize("change", LOGS.values(), ids=LOGS.keys())
-def test_a_log_that_does_not_belong_to_the_checkpoint(change, unfinished):
-    """What it lacks could not be made again, and the run is left as it is."""
-    run, go_on = unfinished
-    log = run / "metrics.jsonl"
-    log.write_text("".join(change(log.read_text().splitlines(keepends=True))))
-    before = snapshot(run)
-    with pytest.raises(UsageError, match=r"metrics.jsonl does not have each line up to step"):
-        go_on()
-    assert snapshot(run) == before
-
-
 def test_a_folder_of_others_is_refused(unfinished):
     """A log of the same name would be emptied; what precedes config.yaml may be a killed run's."""
     run, go_on = unfinished

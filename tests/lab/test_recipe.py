@@ -50,7 +50,7 @@ def test_the_papers_recipes(size, tokens):
     recipe = load_recipe(f"{size}-{tokens}")
     training, model = recipe.training, recipe.model
     assert recipe.name == f"{size}-{tokens}"
-    assert recipe.steps == count
+    assert recipe.training.total_steps == count
     assert recipe.tokens == pytest.approx(number(tokens), rel=0.02)
     assert (training.lr, training.betas, training.eps) == (lr, (0.9, 0.95), 1e-8)
     assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
@@ -63,8 +63,8 @@ def test_the_papers_recipes(size, tokens):
     assert training.sequence_length == (2048 if large else 1024)
     assert training.batch_size == (256 if large else 96)
     if not large:  # the paper's numbers of tokens
-        assert training.test_batches * recipe.tokens_per_step == 2000 * 12 * 1024
-        evaluated = training.evaluation_batches * recipe.tokens_per_step
+        assert training.test_batches * recipe.training.tokens_per_step == 2000 * 12 * 1024
+        evaluated = training.evaluation_batches * recipe.training.tokens_per_step
         assert evaluated == pytest.approx(100 * 12 * 1024, rel=0.05)
     assert recipe.warmup_steps == (round(0.01 * count) if large else 100)
     assert recipe.data.hub == ("cerebras/SlimPajama-627B" if large else "Skylion007/openwebtext")
@@ -282,7 +282,7 @@ def test_the_length_of_a_run_chooses_leans_rate(length):
     values = {"arms": {"lean": {"optimizer": "lean"}}}
     values |= {f"training.{name}": value for name, value in length.items()}
     recipe, _, _, groups = built(values, "lean")
-    assert recipe.steps == 5000
+    assert recipe.training.total_steps == 5000
     assert groups[TABLE]["lr"] == 6 * recipe.training.lr
     assert groups[TABLE]["lr_factor_from"] == "steps=5000"
 

@@ -236,7 +236,7 @@ def test_the_baseline_is_the_best_adamw_in_validation(recipe):
                 if (arm, seed) not in without
             ]
         )
-        return [*frame.arm[frame.is_baseline]]
+        return [*frame.arm_name[frame.is_baseline]]
 
     assert baseline("coupled", "a", "plain", "b") == ["b"] * 2
     assert baseline("coupled", "plain", "a") == ["a"] * 2
@@ -584,7 +584,7 @@ def test_runs_behind_links(comparison, tmp_path):
         (together / name).symlink_to(comparison / name)
     (together / "circle").symlink_to(tmp_path / "together")
     runs, left_out = read_runs([tmp_path / "together"])
-    assert [*runs.arm] == ["adamw", "coupled_adam"]
+    assert [*runs.arm_name] == ["adamw", "coupled_adam"]
     assert left_out == {}
 
 
@@ -718,7 +718,8 @@ def test_app_g_is_by_optimizer(tmp_path, recipe):
     (axes,) = picture.figure.axes
     _, labels = axes.get_legend_handles_labels()
     assert {label.split(",")[0] for label in labels} == {"AdamW", "LEAN", "Coupled Adam"}
-    assert _best_arms(read_runs([tmp_path])[0]).arm.unique().tolist() == ["usual", "n1", "ours"]
+    best = _best_arms(read_runs([tmp_path])[0])
+    assert best.arm_name.unique().tolist() == ["usual", "n1", "ours"]
 
 
 def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):

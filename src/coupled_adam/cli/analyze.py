@@ -91,10 +91,10 @@ def run(options: Options) -> None:
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for entries in by_model for entry in entries]
     answers = _answers(options, analyses, folders, device)
-    comparisons = []
+    changes = []
     if options.compare:
         with working("what changed"):
-            comparisons = compare_analyses(*by_model)
+            changes = compare_analyses(*by_model)
     # Pages are made before anything is printed, so that an error leaves no partial result.
     mapped = [answer for answer in answers if isinstance(answer, UndertrainedReport)]
     if not options.undertrained:  # they only color a map
@@ -109,9 +109,9 @@ def run(options: Options) -> None:
 
         with working("neighbours for the map"):
             if options.export is not None:
-                contents.append((options.export, export(mapped, comparisons)))
+                contents.append((options.export, export(mapped, changes)))
             if options.explore is not None:
-                contents.append((options.explore, explorer_page(mapped, comparisons)))
+                contents.append((options.explore, explorer_page(mapped, changes)))
     written = []
     try:
         for path, content in contents:
@@ -119,7 +119,7 @@ def run(options: Options) -> None:
             written.append(path)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(analysis_tables.analyses_json(analyses, answers, comparisons))
+            print(analysis_tables.analyses_json(analyses, answers, changes))
         else:
             for entry in analyses:
                 said = [s for answer in answers if answer.analysis is entry for s in answer.said]
@@ -130,7 +130,7 @@ def run(options: Options) -> None:
             show(analysis_tables.analyses_table(analyses, options.all))
             if options.all:
                 show(analysis_tables.references_table())
-            for answer in [*answers, *comparisons]:
+            for answer in [*answers, *changes]:
                 show(answer.shown(options.show))
             for path in written:
                 show(f"written: {path}")
@@ -196,10 +196,6 @@ def _check(options: Options) -> None:
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    if options.neighbours == []:
-        raise UsageError("--neighbours needs tokens, such as ' king' or '#42'")
-    if options.tokens == []:
-        raise UsageError("--tokens needs files of token ids, such as train.bin")
     if options.token_dtype is not None and options.tokens is None:
         raise UsageError(
             f"--token-dtype {options.token_dtype} applies to token files: add --tokens"

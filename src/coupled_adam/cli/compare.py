@@ -45,7 +45,7 @@ class Options(RunOptions):
         seeds = recipe.seeds
         if self.seeds is not None:
             typed = " ".join(["--seeds", *map(str, self.seeds)])
-            require(self.seeds not in ([], [0]), f"{typed}: there must be at least one seed")
+            require(self.seeds != [0], f"{typed}: there must be at least one seed")
             require(len({*self.seeds}) == len(self.seeds), f"{typed}: a seed is given twice")
             # A single number is how many, as in --seeds 3; several are the seeds themselves.
             is_number = len(self.seeds) == 1
@@ -77,16 +77,16 @@ def run(options: Options) -> None:
 
     # An extended comparison has more arms and seeds than the recipe that is named.
     recipe = options.selected(comparison.extended(recipe, out) if options.resume else recipe)
-    execution = options.execution(recipe)
+    execution, steps = options.execution(recipe), recipe.training.total_steps
     show(
-        f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
+        f"{recipe.name}: {' against '.join(recipe.arms)}; {steps} steps, {recipe.tokens:,} "
         f"tokens each; seeds {', '.join(map(str, recipe.seeds))}"
     )
 
     if options.dry_run:
         rows = [[name, arm.label] for name, arm in recipe.arms.items()]
         shape = (recipe.training.batch_size, recipe.training.sequence_length + 1)
-        minutes = try_out(recipe, execution, shape) * recipe.steps / 60
+        minutes = try_out(recipe, execution, shape) * steps / 60
         runs = len(recipe.arms) * len(recipe.seeds)
         note = f"{runs} runs, whose steps would take about {minutes:,.1f} min each here"
         show(Table(("arm", "optimizer and options"), rows, notes=[note], left=(0, 1)))

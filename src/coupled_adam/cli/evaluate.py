@@ -41,7 +41,7 @@ class Options(MeasuringOptions):
 
     model: str = field(metadata={"metavar": "MODEL"})
     batches: Count | None = None
-    lm_eval: list[str] | None = None
+    lm_eval: list[str] | None = field(default=None, metadata={"nargs": "*"})
     lm_eval_path: Path | None = None
     limit: Count | None = None
     text: Path | None = None

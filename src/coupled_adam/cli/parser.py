@@ -162,7 +162,7 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
     else:
         settings["metavar"] = field.name.upper()
     if is_list:  # what is given twice is one list, too
-        settings |= {"nargs": "*", "action": "extend"}
+        settings |= {"nargs": "+", "action": "extend", **field.metadata}
     elif is_required:
         settings["required"] = True
     parser.add_argument(_typed(field.name), **settings)

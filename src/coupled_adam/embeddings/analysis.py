@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from coupled_adam.embeddings import similarity
 from coupled_adam.embeddings.analysis_inputs import AnalysisInputs
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Array, Mask, finite_rows
+from coupled_adam.embeddings.geometry import Array, Mask, norms_or_nan
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.repair import least_norm, repair_commands
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
@@ -164,7 +164,7 @@ def analyze_model(
         is_token = None  # [V]
         if tokenizer is not None:
             is_token = np.isin(np.arange(len(entry.matrix)), [*tokenizer.get_vocab().values()])
-        norms = finite_rows(entry.matrix)[1]
+        norms = norms_or_nan(entry.matrix)
         with prefixed_usage_error(f"{model}: "):
             counts = _counts(model, inputs, tokenizer, is_token, len(entry.matrix), entry.config)
             keep = _rows_to_measure(norms > 0, is_token, counts, inputs.exclude or ())
@@ -259,13 +259,15 @@ def _counts(
     """How often each token occurs, [rows], from what is named or from a run's folder."""
     if inputs.text is not None:
         assert tokenizer is not None
-        return _count("--text", token_pieces(inputs.text, tokenizer, config), rows)
+        counts = np.zeros(rows, dtype=np.int64)
+        with prefixed_usage_error("--text ", UsageError):
+            for piece in token_pieces(inputs.text, tokenizer, config):  # in bounded memory
+                counts += unigram_counts(piece, rows)
+        return counts
     if inputs.tokens:
         with prefixed_usage_error("--tokens ", UsageError):
             ids = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
-        # They may be more than fit into memory.
-        pieces = (ids[start : start + 2**24] for start in range(0, len(ids), 2**24))
-        return _count("--tokens", pieces, rows)
+        return unigram_counts(ids, rows)
     if inputs.counts is not None:
         with prefixed_usage_error("--counts ", (ValueError, OSError)):
             return _read_counts(inputs.counts, is_token, rows)
@@ -285,12 +287,3 @@ def _read_counts(path: Path, is_token: Mask | None, rows: int) -> NDArray[Any]:
             f"{rows} rows of the embeddings, except padding at their end"
         )
     return np.append(counts, np.zeros(missing, counts.dtype))
-
-
-def _count(option: str, pieces: Iterable[NDArray[Any]], rows: int) -> NDArray[np.int64]:
-    """How often each token occurs in pieces of a text, [rows]; in bounded memory."""
-    counts = np.zeros(rows, dtype=np.int64)
-    with prefixed_usage_error(f"{option} ", UsageError):
-        for piece in pieces:
-            counts += unigram_counts(piece, rows)
-    return counts

@@ -80,11 +80,11 @@ def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
 
 
 def analyses_json(
-    analyses: Sequence[Analysis], answers: Sequence[Answer] = (), comparisons: Sequence[Answer] = ()
+    analyses: Sequence[Analysis], answers: Sequence[Answer] = (), changes: Sequence[Answer] = ()
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
 
-    With comparisons, the result is an object of ``models``, the list, and ``changes``.
+    With changes, the result is an object of ``models``, the list, and ``changes``.
     """
     # What was found out about the tokens of a matrix is added to the numbers of that matrix.
     entries = [analysis.to_dict() for analysis in analyses]
@@ -93,6 +93,6 @@ def analyses_json(
             if answer.analysis is analysis:
                 entry |= {"diagnosis": [*entry["diagnosis"], *answer.said], **answer.numbers}
     content: Any = entries[0] if len(entries) == 1 else entries
-    if comparisons:
-        content = {"models": entries, "changes": [entry.numbers for entry in comparisons]}
+    if changes:
+        content = {"models": entries, "changes": [entry.numbers for entry in changes]}
     return json.dumps(content, indent=2, allow_nan=False)

@@ -70,10 +70,7 @@ def compare(
     # 1. The norms of each pair
     same_id = np.arange(min(len(first), len(second)))
     first_rows, second_rows = pairs or (same_id, same_id)
-    norms = [
-        geometry.finite_rows(first)[1][first_rows],
-        geometry.finite_rows(second)[1][second_rows],
-    ]
+    norms = geometry.norms_or_nan(first)[first_rows], geometry.norms_or_nan(second)[second_rows]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = norms[1] / norms[0]
     # Rows that are zero or not finite on either side have none.
@@ -124,14 +121,14 @@ def _products(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison(Answer):
+class ChangesReport(Answer):
     """What changed from one analysis to another, which is the one that it is about."""
 
     changes: Changes
     rows: Rows  # [n], the row of each pair in the second matrix
 
 
-def _comparison(before: Analysis, after: Analysis) -> Comparison:
+def _report(before: Analysis, after: Analysis) -> ChangesReport:
     """Compare two matrices; the tokens that moved most are named."""
     first, second = before.vocabulary, after.vocabulary
     pairs = match_rows(first, second)
@@ -161,25 +158,25 @@ def _comparison(before: Analysis, after: Analysis) -> Comparison:
     )
     title = f"Tokens that moved most from {before.label} to {after.label}"
     table = Table(["id", "token", "cos", "norm after / before"], lines, title, [note], left=(1,))
-    return Comparison(after, numbers, table, changes=changes, rows=pairs[1])
+    return ChangesReport(after, numbers, table, changes=changes, rows=pairs[1])
 
 
-def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
+def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[ChangesReport]:
     """Compare the matrices of two models, input with input and output with output.
 
     A matrix that is tied, or whose role is not known, is compared with either. Raises UsageError if
     they have no matrices or no tokens in common.
     """
-    comparisons = [
-        _comparison(first, second)
+    reports = [
+        _report(first, second)
         for first, second in itertools.product(before, after)
         if {first.embeddings.role, second.embeddings.role} != {"input", "output"}
     ]
-    if not comparisons:
+    if not reports:
         raise UsageError(
             f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
         )
-    return comparisons
+    return reports
 
 
 def _shown(number: float | None) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.changes import Comparison
+from coupled_adam.embeddings.changes import ChangesReport
 from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.undertrained import INDICATORS, UndertrainedReport
 from coupled_adam.errors import UsageError
@@ -49,7 +49,7 @@ def check_installed(explore: bool, export: Path | None) -> None:
 
 def token_frame(
     matrices: Sequence[UndertrainedReport],
-    comparisons: Sequence[Comparison] = (),
+    changes: Sequence[ChangesReport] = (),
     *,
     limit: int | None = None,
 ) -> pandas.DataFrame:
@@ -67,20 +67,20 @@ def token_frame(
     frames: list[pandas.DataFrame] = []
     for entry in matrices:
         rows = _chosen(entry, None if limit is None else limit // len(matrices))
-        columns = _columns(entry, comparisons, rows, first=sum(map(len, frames)))
+        columns = _columns(entry, changes, rows, first=sum(map(len, frames)))
         frames.append(pandas.DataFrame(columns))
     return pandas.concat(frames, ignore_index=True)
 
 
-def export(matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison]) -> bytes:
+def export(matrices: Sequence[UndertrainedReport], changes: Sequence[ChangesReport]) -> bytes:
     """A file of Parquet with the columns of :func:`token_frame`, for all tokens."""
     file = io.BytesIO()
-    token_frame(matrices, comparisons).to_parquet(file)
+    token_frame(matrices, changes).to_parquet(file)
     return file.getvalue()
 
 
 def explorer_page(
-    matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison] = ()
+    matrices: Sequence[UndertrainedReport], changes: Sequence[ChangesReport] = ()
 ) -> str:
     """A map of the tokens as one page of HTML that loads nothing, with a field to search in it."""
     from plotly.offline import get_plotlyjs
@@ -88,7 +88,7 @@ def explorer_page(
     # A map for each matrix.
     figures = []
     for entry in matrices:
-        frame = token_frame([entry], comparisons, limit=POINTS // len(matrices))
+        frame = token_frame([entry], changes, limit=POINTS // len(matrices))
         # What a point says when the mouse is on it; plotly takes text for HTML.
         frame["name"] = [html.escape(repr(t) if t else "–", quote=False) for t in frame["token"]]
         frame["nearest"] = [
@@ -170,7 +170,7 @@ def _principal_components(matrix: torch.Tensor, keep: geometry.Mask) -> NDArray[
 
 def _columns(
     entry: UndertrainedReport,
-    comparisons: Sequence[Comparison],
+    changes: Sequence[ChangesReport],
     rows: NDArray[np.int64],
     *,
     first: int,
@@ -201,9 +201,9 @@ def _columns(
         columns["count"] = analysis.counts[rows]
     if entry.verification is not None:
         columns["repeated"] = placed(entry.verification.probabilities, entry.verification.rows)
-    for comparison in comparisons:
-        if comparison.analysis is analysis and comparison.changes.cosines is not None:
-            columns["change"] = placed(comparison.changes.cosines, comparison.rows)
+    for report in changes:
+        if report.analysis is analysis and report.changes.cosines is not None:
+            columns["change"] = placed(report.changes.cosines, report.rows)
     # Neighbours are sought among the rows that are shown, which numbers of the frame's rows name.
     matrix = analysis.embeddings.matrix
     shown = np.isin(np.arange(len(matrix)), rows)

@@ -8,19 +8,22 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.embeddings.geometry import Array
+from coupled_adam.text.token_files import Tokens
 
 _BLOCK = 2**24
 
 
-def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
+def unigram_counts(
+    tokens: torch.Tensor | NDArray[Any] | Tokens, vocab_size: int
+) -> NDArray[np.int64]:
     """Count how often each token id occurs, [vocab_size].
 
-    The ids may have any shape and integer dtype, and be memory-mapped.
+    The ids may have any shape and integer dtype, and be memory-mapped or in several files.
 
     Raises:
         ValueError: if an id is not between 0 and V - 1.
     """
-    ids = np.asarray(tokens).reshape(-1)
+    ids = tokens if isinstance(tokens, Tokens) else np.asarray(tokens).reshape(-1)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(ids), _BLOCK):  # bincount needs 8 bytes of memory per id
         block = ids[start : start + _BLOCK]

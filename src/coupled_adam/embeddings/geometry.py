@@ -166,21 +166,13 @@ def blocks(
         yield block
 
 
-def finite_rows(embeddings: Embeddings) -> tuple[Mask, Array]:
-    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
+def norms_or_nan(embeddings: Embeddings) -> Array:
+    """The norms of all rows, [V]; NaN for those that are not finite."""
     norms = np.empty(len(embeddings))
     for chunk in row_slices(*embeddings.shape):
         norms[chunk] = as_array(as_float64(embeddings[chunk]).norm(dim=1))
-    finite = np.isfinite(norms)
-    norms[~finite] = np.nan
-    return finite, norms
-
-
-def alive_rows(embeddings: Embeddings) -> Mask:
-    """Which rows are finite and different from zero, [V] booleans."""
-    finite, norms = finite_rows(embeddings)
-    alive: Mask = finite & (norms > 0)
-    return alive
+    norms[~np.isfinite(norms)] = np.nan
+    return norms
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:

@@ -45,7 +45,7 @@ def nearest(
         keep: [V] booleans; rows with False are neighbours of none. Rows that are zero or not finite
             never are.
     """
-    alive = geometry.alive_rows(embeddings)
+    alive = geometry.norms_or_nan(embeddings) > 0
     queries = np.asarray(rows, dtype=np.int64)
     if not alive[queries].all():
         raise ValueError(f"row {queries[~alive[queries]][0]} has no neighbours: zero or not finite")

@@ -108,10 +108,10 @@ def repair_commands(
 
 def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
     """The rows of a matrix [V, H] that are not finite, or have less than 1 % of the median norm."""
-    finite, norms = geometry.finite_rows(embeddings)
+    norms = geometry.norms_or_nan(embeddings)
     # The norm of a row that is not finite is NaN, and above no limit.
     dead = np.flatnonzero(~(norms > least_norm(norms))).tolist()
-    return {row: "nearly zero" if finite[row] else "not finite" for row in dead}
+    return {row: "not finite" if np.isnan(norms[row]) else "nearly zero" for row in dead}
 
 
 def least_norm(norms: geometry.Array) -> float:
@@ -297,10 +297,10 @@ def _load(source: Path) -> tuple[Any, list[EmbeddingMatrix]]:
                 f"{source}: transformers does not load all of it ({kind}: {keys[0]}), so a copy "
                 "would not be the same model"
             )
-    return model, [table for entry in reported for table in _tables(model, entry, source)]
+    return model, [own for entry in reported for own in _parameters_of(model, entry, source)]
 
 
-def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingMatrix]:
+def _parameters_of(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingMatrix]:
     """The parameters of a model that hold a matrix of its files, with what the model knows of them.
 
     They are several if two that are not tied have the same numbers.
@@ -316,7 +316,7 @@ def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingM
             f"{source}: its matrix {entry.tensor} is another one once transformers has loaded it, "
             "and cannot be repaired"
         )
-    tables, config = [], model.config.to_dict()
+    entries, config = [], model.config.to_dict()
     for parameter in same:
         role = entry.role
         # A head that has another name is an input as well, of the decoder for example.
@@ -324,8 +324,8 @@ def _tables(model: Any, entry: EmbeddingMatrix, source: Path) -> list[EmbeddingM
             role = "output" if len(names[parameter]) == 1 else "tied"
         elif role == "tied" and head is not None:
             role = "input"
-        tables.append(EmbeddingMatrix(parameter.detach(), role, names[parameter][0], config))
-    return tables
+        entries.append(EmbeddingMatrix(parameter.detach(), role, names[parameter][0], config))
+    return entries
 
 
 def _repair_rows(entry: EmbeddingMatrix, head: Tensor | None = None) -> dict[int, Reason]:
@@ -340,7 +340,7 @@ def _repair_rows(entry: EmbeddingMatrix, head: Tensor | None = None) -> dict[int
     if dead:
         entry.matrix[[*dead]] = healthy_rows(entry.matrix, len(dead), healthy)
     if head is not None and head.shape == entry.matrix.shape:
-        typical = float(np.median(geometry.finite_rows(entry.matrix)[1][healthy]))
+        typical = float(np.median(geometry.norms_or_nan(entry.matrix)[healthy]))
         dead_in_head = dead_rows(head)
         usable = [row for row in dead if row not in dead_in_head]
         directions = nn.functional.normalize(head[usable].double())

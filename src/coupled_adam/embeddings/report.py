@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.diagnosis import NO_VERDICT, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, top_directions
+from coupled_adam.embeddings.geometry import Array, Mask, as_array, top_directions
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures, numbers
 from coupled_adam.embeddings.partition import Directions, log_partitions
@@ -195,7 +195,7 @@ def _resolve(
             warnings.warn(f"{embeddings}: not measured: {'; '.join(entry.left_out)}", stacklevel=3)
         embeddings = entry.matrix
         # Without any row to keep, geometry says what is wrong with the matrix.
-        alive = alive_rows(embeddings)
+        alive = geometry.norms_or_nan(embeddings) > 0
         if keep is None and alive.any():
             keep = alive
     if isinstance(embeddings, nn.Module):

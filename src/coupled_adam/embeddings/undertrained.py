@@ -73,10 +73,10 @@ def undertrained(
         role: as in :class:`EmbeddingMatrix`. Unused rows of an input matrix stay as they were
             initialised, in all directions, so that the norm tells them; elsewhere the cosine does.
         share: how many of the rows that can be are candidates, above 0 and at most 1.
-        norms: [V], as :func:`geometry.finite_rows` returns them, if they are known.
+        norms: [V], as :func:`geometry.norms_or_nan` returns them, if they are known.
     """
     # 1. The indicators; rows of zeros, which have no direction, are no reference
-    norms = geometry.finite_rows(embeddings)[1] if norms is None else norms
+    norms = geometry.norms_or_nan(embeddings) if norms is None else norms
     finite = np.isfinite(norms)
     reference = unused & (norms > 0)
     values, own = indicators(embeddings, norms, reference)

@@ -318,11 +318,6 @@ def arms_from(plain: Mapping[str, Any]) -> dict[str, Arm]:
         lists = {key: choices for key, choices in options.items() if isinstance(choices, list)}
         if empty := [key for key, choices in lists.items() if not choices]:
             raise UsageError(f"arms.{name}.{empty[0]}=[] must have at least one value")
-        # Before they are made: a mistyped list could fill the memory.
-        if (count := math.prod(map(len, lists.values()))) > 1000:
-            raise UsageError(
-                f"arms.{name} makes {count:,} arms of its lists, and at most 1,000 are allowed"
-            )
         for number, combination in enumerate(itertools.product(*lists.values()), 1):
             arm = f"{name}-{number}" if lists else name
             if arm in arms:
@@ -365,8 +360,8 @@ def _positions(model: "nn.Module", weight_decay: float) -> dict[str, Any]:
     from coupled_adam import embedding_parameters
 
     # Whatever is left over, since architectures name their positions differently.
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables -= {*embedding_parameters(model).values()}
-    named = {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
+    weights = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights -= {*embedding_parameters(model).values()}
+    named = {name: p for name, p in model.named_parameters() if p in weights and p.requires_grad}
     names = {"params": [*named.values()], "param_names": [*named]}
     return {**names, "coupled": False, "weight_decay": weight_decay}

@@ -76,16 +76,6 @@ class Recipe:
                 )
 
     @property
-    def steps(self) -> int:
-        """The number of optimizer steps of one run."""
-        return self.training.total_steps
-
-    @property
-    def tokens_per_step(self) -> int:
-        """The number of tokens in one batch."""
-        return self.training.tokens_per_step
-
-    @property
     def tokens(self) -> int:
         """D, the number of tokens that one run is trained on."""
         return self.training.total_steps * self.training.tokens_per_step
@@ -94,7 +84,7 @@ class Recipe:
     def warmup_steps(self) -> int:
         """The number of warmup steps."""
         warmup = self.training.warmup
-        return int(warmup) if warmup >= 1 else round(warmup * self.steps)
+        return int(warmup) if warmup >= 1 else round(warmup * self.training.total_steps)
 
     def only(self, arm: str, seed: int) -> "Recipe":
         """The recipe of a single run, which does not depend on the other arms and seeds."""

@@ -148,7 +148,7 @@ class Run:
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The numbers of training tokens, and the metric at each of them, where it is finite."""
         lines = [line for line in self.metrics if math.isfinite(line.get(metric, math.nan))]
-        per_step = self.recipe.tokens_per_step
+        per_step = self.recipe.training.tokens_per_step
         return [line["step"] * per_step for line in lines], [line[metric] for line in lines]
 
     @property
@@ -191,7 +191,7 @@ class Run:
     def second_moments(self) -> dict[int, NDArray[np.float64]]:
         """AdamW's second moments [V], averaged over H, by the number of training tokens."""
         saved = by_step(self.folder / SECOND_MOMENTS, ".npy")
-        per_step = self.recipe.tokens_per_step
+        per_step = self.recipe.training.tokens_per_step
         moments = {step: self._numbers_of_tokens(path) for step, path in saved.items()}
         return {step * per_step: values.astype(float) for step, values in moments.items()}
 

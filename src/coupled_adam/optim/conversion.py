@@ -70,7 +70,13 @@ def adapt(
         ValueError: if a group or a state is damaged, or does not fit the optimizer's.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
-    _check_sizes(*([len(group["params"]) for group in x] for x in (saved_groups, groups)))
+    saved_sizes, sizes = ([len(group["params"]) for group in x] for x in (saved_groups, groups))
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"the checkpoint has param groups of {saved_sizes} parameters, the optimizer of "
+            f"{sizes}: load it into an optimizer with its groups, and transfer the state of each "
+            "parameter, as in docs/switching.md, also for Trainer"
+        )
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups)):
@@ -111,16 +117,6 @@ def check_structure(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of an optimizer."""
     if not isinstance(state_dict, Mapping) or not state_dict.keys() >= {"state", "param_groups"}:
         raise ValueError("this is no state dict, as of optimizer.state_dict()")
-
-
-def _check_sizes(saved: list[int], own: list[int]) -> None:
-    """Raise ValueError if the groups of a checkpoint are not as large as the optimizer's."""
-    if saved != own:
-        raise ValueError(
-            f"the checkpoint has param groups of {saved} parameters, the optimizer of {own}: load "
-            "it into an optimizer with its groups, and transfer the state of each parameter, as in "
-            "docs/switching.md, also for Trainer"
-        )
 
 
 def _warn_of_changes(groups: list[Group], saved_groups: list[Group]) -> None:

@@ -155,7 +155,7 @@ class CoupledAdam(torch.optim.Adam):
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
         stochastic_rounding: bool | None = None,
-        embeddings: Embeddings | None = "coupled",
+        embeddings: Embeddings = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         core: Core | None = None,
@@ -171,14 +171,9 @@ class CoupledAdam(torch.optim.Adam):
         # 1. What says which matrices are coupled, and how
         refuse_unknown(groups, GROUP_OPTIONS, type(self).__name__)
         is_model = isinstance(params, Module) and not isinstance(params, ParameterList)
-        if is_model and embeddings is None:
-            raise ValueError(
-                "embeddings=None does not say how the embeddings are updated: write "
-                "embeddings='adamw' for AdamW with a rate and betas of their own, or 'coupled'"
-            )
         if groups and not is_model:
             raise TypeError(f"{', '.join(groups)}: only with a model instead of parameters")
-        says_how = steps is not None or embeddings not in (None, "coupled")
+        says_how = steps is not None or embeddings != "coupled"
         if says_how and not is_model and vocab_size is None:
             option = f"{embeddings=}" if steps is None else f"{steps=}"
             raise ValueError(
@@ -189,7 +184,7 @@ class CoupledAdam(torch.optim.Adam):
             )
         # 2. The options, which are checked where they enter, and the groups
         muon = groups.get("beside_muon", False)
-        own_options = embedding_options(embeddings or "coupled", steps, beside_muon=muon)
+        own_options = embedding_options(embeddings, steps, beside_muon=muon)
         coupling = {name: arguments[name] for name in OPTIONS if arguments[name] is not None}
         torchs = {name: arguments[name] for name in (*_ADAM_OPTIONS, "betas")}
         check_options({**torchs, **coupling})
@@ -620,7 +615,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         zero_sum: bool | None = None,
         vocab_dim: int | None = None,
         stochastic_rounding: bool | None = None,
-        embeddings: Embeddings | None = "coupled",
+        embeddings: Embeddings = "coupled",
         vocab_size: int | Iterable[int] | None = None,
         steps: int | None = None,
         core: Core | None = None,

@@ -127,7 +127,8 @@ def _alike(
     """
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
     # What is frozen would not be coupled anyway, and without a size nothing can be compared.
-    rest = [m for m in matrices if sizes and not m.sides and not m.is_frozen]
+    trained = [m for m in matrices if getattr(m.parameter, "requires_grad", True)]
+    rest = [m for m in trained if sizes and not m.sides]
     tables = [m for m in rest if "table" in m.kinds and not m.blocks]
     others = {m.tokens for m in tables if m.tokens >= least * max(sizes)}
 

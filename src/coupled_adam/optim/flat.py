@@ -134,7 +134,7 @@ def matrices(parameter: CoupledMatrix) -> Iterator[CoupledMatrix]:
         )
 
 
-def split(matrix: CoupledMatrix) -> Iterator[Segment]:
+def segments(matrix: CoupledMatrix) -> Iterator[Segment]:
     """Cut a piece into segments, of which none is empty.
 
     Each has a copy of the second moments that Coupled Adam updates, since others have the same
@@ -185,13 +185,13 @@ def split(matrix: CoupledMatrix) -> Iterator[Segment]:
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Add up the sums of the segments, [H]; 0 for features of which none is here."""
     total = torch.zeros_like(matrix.exp_avg_sq, dtype=_wide(matrix))  # [H]
-    segments = []
-    for segment in split(matrix):
+    summed = []
+    for segment in segments(matrix):
         sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)
         squares = sums.columns  # [columns], or [parts, columns] for parts of the rows
         total[segment.features] += squares if squares.dim() == 1 else squares.sum(0)
-        segments.append((segment, sums))
-    return Sums(total, kernel_state=segments)
+        summed.append((segment, sums))
+    return Sums(total, kernel_state=summed)
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
@@ -208,7 +208,7 @@ def row_squares(matrix: CoupledMatrix, scales: Tensor, scalars: Scalars) -> Tens
     """:func:`reference.row_squares` over the columns of the piece, [2, V]."""
     assert matrix.row_exp_avg_sq is not None
     total = matrix.row_exp_avg_sq.new_zeros(2, len(matrix.row_exp_avg_sq), dtype=_wide(matrix))
-    for own, tokens, features in split(matrix):
+    for own, tokens, features in segments(matrix):
         total[:, tokens] += blocks.row_squares(own, scales[features], scalars)
     return total
 
@@ -218,7 +218,7 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     assert weights is not None
     width = len(matrix.exp_avg_sq)  # H
     total = torch.zeros(2 * width + 1, dtype=_wide(matrix), device=matrix.param.device)
-    for segment in split(matrix):
+    for segment in segments(matrix):
         own, features = segment.matrix, segment.features
         at = scalars.at(segment.tokens.start, features.start)
         sums = own.kernel.lean(own, weights[segment.tokens], at)

@@ -52,7 +52,7 @@ class Kernel(Protocol):
         """
 
 
-# All entries of a state but the step; CoupledMatrix.of takes them apart in this order.
+# All entries of a state but the step, and fields of CoupledMatrix.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update")
 
 
@@ -114,7 +114,7 @@ class CoupledMatrix:
         vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
         no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
         param, shape, grad = parameter, parameter.shape, parameter.grad
-        moments = [state.get(name) for name in _MOMENTS]
+        moments = {name: state.get(name) for name in _MOMENTS}
         row_ranks: Ranks = ()  # none: this rank has all rows, as of a plain tensor
         column_ranks: Ranks = ()
         # 1. This rank's parts
@@ -124,21 +124,22 @@ class CoupledMatrix:
                 grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
             param = sharded.to_local(parameter)
             grad = None if grad is None else sharded.to_local(grad)
-            moments = [None if x is None else sharded.to_local(x) for x in moments]
+            moments = {n: None if x is None else sharded.to_local(x) for n, x in moments.items()}
             row_ranks = sharded.ranks_over(parameter, vocab_dim)
             column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
         if grad is None:  # another rank may have one, and waits for this rank's sums
             grad = torch.zeros_like(param)
         # 2. With tokens as rows
-        exp_avg, exp_avg_sq, max_exp_avg_sq, row_exp_avg_sq, mean_update = moments
-        assert exp_avg_sq is not None  # fit_state has made it
+        assert moments["exp_avg_sq"] is not None  # fit_state has made it
         is_flat = len(shape) != 2
         if vocab_dim == 1 and not is_flat:
-            param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
+            param, grad = param.T, grad.T
+            if moments["exp_avg"] is not None:
+                moments["exp_avg"] = moments["exp_avg"].T
         # 3. Numbers, where they can be read without waiting for a device
         lr = as_python_number(group["lr"], no_host_reads)
         if not isinstance(lr, Tensor) and lr == 0:
-            mean_update = None  # nothing moves, and so nothing is given back
+            moments["mean_update"] = None  # nothing moves, and so nothing is given back
         return cls(
             group=group,
             parameter=parameter,
@@ -151,11 +152,7 @@ class CoupledMatrix:
             row_ranks=row_ranks,
             column_ranks=column_ranks,
             param=param,
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            max_exp_avg_sq=max_exp_avg_sq,
-            row_exp_avg_sq=row_exp_avg_sq,
-            mean_update=mean_update,
+            **moments,  # type: ignore[arg-type]  # of which only exp_avg_sq is needed
             step=state["step"],
             row_step=state.get("row_step"),
             row_count=state.get("row_count"),

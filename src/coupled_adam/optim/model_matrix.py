@@ -64,11 +64,6 @@ class ModelMatrix:
         return self.shape[1 - self.vocab_dim]
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether it is not trained."""
-        return not getattr(self.parameter, "requires_grad", True)
-
-    @property
     def is_tied(self) -> bool:
         """Whether a table shares it with a module of another kind, as with a head."""
         return self.kinds > {"table"}

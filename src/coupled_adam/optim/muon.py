@@ -19,7 +19,7 @@ from coupled_adam.optim.param_groups import (
     embedding_options,
     named_parameters,
     param_groups,
-    split,
+    subgroups,
 )
 from coupled_adam.optim.roles import Role, role_of
 
@@ -136,7 +136,7 @@ class MuonWithCoupledAdam(CoupledAdamW):
         # 3. Muon, of its part of each group, which comes before the rest
         split_groups = []
         for group in self.param_groups:
-            by_muon = {False: group} if embeds_tokens(group) else split(group, is_for_muon)
+            by_muon = {False: group} if embeds_tokens(group) else subgroups(group, is_for_muon)
             if hidden := by_muon.get(True):
                 # Exactly lr where no other rate was asked for: x * lr / x may be another number.
                 rate = lr if hidden["lr"] == self._adam_lr else hidden["lr"] * lr / self._adam_lr

@@ -313,16 +313,16 @@ def shown(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     return ", ".join(texts[k] for k in texts if k not in inner) or "the defaults"
 
 
-def split(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any, Group]:
+def subgroups(group: Group, kind_of: Callable[[str, Tensor], Hashable]) -> dict[Any, Group]:
     """A group for each kind of a group's parameters, with otherwise equal options."""
-    subgroups: dict[Any, Group] = {}
+    by_kind: dict[Any, Group] = {}
     for name, p in named_parameters(group):
         empty: Group = {key: [] for key in ("params", "param_names") if key in group}
-        subgroup = subgroups.setdefault(kind_of(name, p), {**group, **empty})
+        subgroup = by_kind.setdefault(kind_of(name, p), {**group, **empty})
         subgroup["params"].append(p)
         if "param_names" in group:  # torch has names in all groups, or in none
             subgroup["param_names"].append(name)
-    return subgroups
+    return by_kind
 
 
 def couple_by_size(
@@ -350,7 +350,7 @@ def couple_by_size(
     vocab_dims = {m.parameter: m.vocab_dim for m in matrices_of_size(matrices, vocab_size)}
     result = []
     for group in groups:
-        by_vocab_dim = split(group, lambda _, p: vocab_dims.get(p, -1))  # -1: stays uncoupled
+        by_vocab_dim = subgroups(group, lambda _, p: vocab_dims.get(p, -1))  # -1: stays uncoupled
         for dim, subgroup in sorted(by_vocab_dim.items()):
             if dim >= 0:
                 # Without a rate, so that complete() takes options' lr, or lr_factor times group's.

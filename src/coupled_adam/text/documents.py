@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PLAIN = (".txt", ".md")
-TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _OPEN: dict[str, Callable[..., Any]] = {
     ".bz2": bz2.open,
     ".gz": gzip.open,
@@ -50,12 +50,12 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
             as plain text; upper and lower case are alike.
         separator: the text between two documents of plain text; None cuts it into passages. It is
             searched for :func:`as_understood`.
-        column: the column, or the key in JSON, that holds the text of a table.
+        column: the column, or the key in JSON, that holds the text of a record.
     """
     empty, occurs = True, separator is None
     searched = None if separator is None else as_understood(separator)
     for file in text_files(path):
-        occurs |= _format(file) in TABLES
+        occurs |= _format(file) in RECORDS
         with _readable(file):
             for number, document in enumerate(_file_documents(file, searched, column)):
                 occurs |= number > 0
@@ -69,20 +69,20 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
+    """The file itself, or the files of one kind (plain text or records) in a folder, in order."""
     with _readable(path):
         path.stat()
     if not path.is_dir():
         return [path]
     visible = visible_files(path)
-    files = [file for file in visible if _format(file) in PLAIN + TABLES]
+    files = [file for file in visible if _format(file) in PLAIN + RECORDS]
     # A README of data is about them.
     others = [file for file in files if file.stem.upper() != "README"]
     files = others or files
     formats = {_format(file) for file in files}
     if not files or (formats - {*PLAIN} and formats & {*PLAIN}):
         raise UsageError(
-            f"{path}: its files must end in {', '.join(PLAIN)}, or all in {', '.join(TABLES)}; "
+            f"{path}: its files must end in {', '.join(PLAIN)}, or all in {', '.join(RECORDS)}; "
             f"there are {', '.join(sorted(formats)) or 'none of these'}"
         )
     if skipped := len(visible) - len(files):
@@ -187,7 +187,7 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
         return
     _check_text(start, kind)
     with opened(path, "rt", encoding="utf-8-sig") as lines:
-        if kind in TABLES:
+        if kind in RECORDS:
             is_table = kind in (".csv", ".tsv")
             for row in _table_rows(lines, kind) if is_table else _json_rows(lines):
                 _check_column(row, column)
@@ -217,7 +217,7 @@ def _check_text(start: bytes, kind: str) -> None:
         raise UsageError(f"it is no text, but binary: byte {start.index(0)} is 0")
     if kind == ".parquet":
         raise UsageError("it is no Parquet file")
-    if kind not in PLAIN + TABLES and _JSON.match(start):
+    if kind not in PLAIN + RECORDS and _JSON.match(start):
         raise UsageError(
             "it begins with JSON: rename it to end in .jsonl if each line is an object, and in "
             ".txt if it is plain text"

@@ -37,7 +37,7 @@ class Batches:
         self.tokens = tokens  # [tokens], which may be a file of many gigabytes
         self.length = recipe.training.sequence_length
         self.batch_size = recipe.training.batch_size
-        self.steps = recipe.steps
+        self.steps = recipe.training.total_steps
         self.seed = seed
         self.rank, self.world_size = rank, world_size
         self.position = 0  # how many batches have been returned

@@ -219,19 +219,11 @@ def _checksums(folder: Path) -> dict[str, str]:
 def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
     """Count the tokens of the training split, [V], and check the ids of all splits."""
     counts = np.zeros(vocab_size, np.int64)
-    pieces = [
-        (split, file, start)
-        for split in files
-        for file in files[split]
-        for start in range(0, file.length, 2**24)  # 128 MB as int64
-    ]
-    for split, file, start in tqdm(pieces, "counting tokens", disable=None, leave=False):
-        ids = file.read(folder, start, start + 2**24)
+    pairs = [(split, file) for split in files for file in files[split]]
+    for split, file in tqdm(pairs, "counting tokens", disable=None, leave=False):
         with prefixed_usage_error(
             f"model.vocab_size={vocab_size} or data.token_dtype does not fit {file.path} "
             f"({file.dtype}): "
         ):
-            piece_counts = unigram_counts(ids, vocab_size)
-        if split == "train":
-            counts += piece_counts
+            counts += unigram_counts(Tokens([file], folder), vocab_size) * (split == "train")
     return counts

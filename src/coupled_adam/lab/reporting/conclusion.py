@@ -54,7 +54,7 @@ def _label(arm: pd.DataFrame) -> str:
 
 def _sentences(experiment: pd.DataFrame) -> list[str]:
     """What the runs of an experiment show: about the losses, then notes."""
-    arms = groups(experiment, "setup")
+    arms = groups(experiment, "arm")
     baseline = baseline_of(arms)
     notes = []
     # Of the arms of a sweep only the best is compared.
@@ -104,8 +104,8 @@ def _edges(experiment: pd.DataFrame, best: Sequence[pd.DataFrame]) -> list[str]:
     """Which options of the best arms have the lowest or the highest of the values tried."""
     sentences = []
     for arm in best:
-        family = experiment[experiment.family == arm.family.iloc[0]].setup.unique()
-        for option, value in vars(arm.setup.iloc[0]).items():
+        family = experiment[experiment.family == arm.family.iloc[0]].arm.unique()
+        for option, value in vars(arm.arm.iloc[0]).items():
             values = (getattr(other, option, None) for other in family)
             tried = sorted({x for x in values if isinstance(x, float | int)})
             if len(tried) > 1 and value in (tried[0], tried[-1]):

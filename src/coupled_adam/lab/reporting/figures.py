@@ -40,7 +40,7 @@ def overview(frame: pd.DataFrame) -> Picture:
 
 def _first_seeds(experiment: pd.DataFrame) -> pd.DataFrame:
     """The run with the lowest seed of each arm, for the pictures that show single models."""
-    return experiment[experiment.seed == experiment.groupby("arm").seed.transform("min")]
+    return experiment[experiment.seed == experiment.groupby("arm_name").seed.transform("min")]
 
 
 def _main(experiment: pd.DataFrame) -> dict[str, Draw]:
@@ -118,9 +118,9 @@ def _swept(experiment: pd.DataFrame, optimizer: str, option: str) -> pd.DataFram
     Unscaled Coupled Adam has scale 1; of a scale, ``x`` is the binary logarithm, negated.
     """
     runs = experiment[experiment.optimizer == optimizer]
-    alone = runs.setup.map(lambda arm: arm.options.keys() <= {option})
+    alone = runs.arm.map(lambda arm: arm.options.keys() <= {option})
     runs = runs[alone.astype(bool)]  # map() of no runs has no booleans
-    values = np.array([getattr(arm, option) for arm in runs.setup], float)
+    values = np.array([getattr(arm, option) for arm in runs.arm], float)
     x = -np.log2(values) if option == "second_moment_scale" else values
     return runs.assign(x=x).sort_values("x")
 

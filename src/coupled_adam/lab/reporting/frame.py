@@ -54,10 +54,10 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 
         - ``run``: the :class:`Run`
         - ``experiment``: the recipe's name; runs of one experiment are compared
-        - ``arm``, ``label``: the arm's names in the recipe, and in tables and pictures
+        - ``arm``: the optimizer with all options, by which an arm is the same under another name
+        - ``arm_name``, ``label``: its names in the recipe, and in tables and pictures
         - ``family``: arms of which only the best is compared
-        - ``optimizer``, and ``setup``: the optimizer with all options, by which an arm is the same
-          under another name
+        - ``optimizer``: the arm's, as in a recipe
         - ``is_baseline``: whether the others are compared with this arm, the AdamW with the lowest
           validation loss
         - ``seed``; ``tokens`` and ``parameters``, D and N
@@ -94,7 +94,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
     frame = frame_of(runs)
     # 3. Copies, by the optimizer with all options, whatever the arm's name is. Counting
     # a run twice would make p too small.
-    first = frame.groupby(["experiment", "setup", "seed"], sort=False).run.transform("first")
+    first = frame.groupby(["experiment", "arm", "seed"], sort=False).run.transform("first")
     for run, counted in zip(frame.run, first):
         if run is not counted:
             left_out[run.folder] = f"the same arm and seed as {counted.folder}"
@@ -104,7 +104,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
     numbers = [*COLUMNS, *_FROM_LOG]
-    names = ["run", "experiment", "arm", "family", "label", "optimizer", "setup"]
+    names = ["run", "experiment", "arm", "arm_name", "family", "label", "optimizer"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     # With all columns even if there is no run; None becomes NaN, which pandas leaves out of means.
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
@@ -112,7 +112,7 @@ def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     frame["is_baseline"] = False
     for _, experiment in frame.groupby("experiment"):
         _check_comparable([*experiment.run])
-        frame.loc[experiment.index, "is_baseline"] = experiment.setup == _baseline(experiment)
+        frame.loc[experiment.index, "is_baseline"] = experiment.arm == _baseline(experiment)
     return frame
 
 
@@ -121,11 +121,11 @@ def _row(run: Run) -> dict[str, Any]:
     return {
         "run": run,
         "experiment": run.recipe.name,
-        "arm": run.arm_name,
+        "arm": run.arm,
+        "arm_name": run.arm_name,
         "family": run.family,
         "label": run.label,
         "optimizer": run.arm.optimizer,
-        "setup": run.arm,
         "seed": run.seed,
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
@@ -157,7 +157,7 @@ def _baseline(experiment: pd.DataFrame) -> Arm | None:
     An arm with missing runs, such as diverged ones, is not chosen.
     """
     adamws = experiment[experiment.optimizer == "adamw"]
-    arms = adamws.groupby("setup", sort=False).valid_loss.agg(["size", "mean"])
+    arms = adamws.groupby("arm", sort=False).valid_loss.agg(["size", "mean"])
     # An arm without a validation loss in its logs is chosen only if there is no other.
     complete = arms[arms["size"] == arms["size"].max()]["mean"].fillna(math.inf)
     return None if adamws.empty else complete.idxmin()
@@ -190,12 +190,12 @@ def best_of_each(experiment: pd.DataFrame, column: str) -> list[pd.DataFrame]:
     The validation loss at the end of training chooses, so that the test loss of what is chosen is
     a fair estimate. An arm with missing runs, such as diverged ones, is not chosen.
     """
-    arms = experiment.groupby([column, "setup"], sort=False).valid_loss.agg(["count", "mean"])
+    arms = experiment.groupby([column, "arm"], sort=False).valid_loss.agg(["count", "mean"])
     # Among all arms of the experiment, so that each comparison is over the same seeds. Without
     # any validation loss all are equal, and the first is taken.
     complete = arms[arms["count"] == arms["count"].max()]
     best = complete["mean"].fillna(0).groupby(column, sort=False).idxmin()
-    return [experiment[experiment.setup == setup] for _, setup in best]
+    return [experiment[experiment.arm == arm] for _, arm in best]
 
 
 def by_seed(runs: pd.DataFrame, measure: Measure) -> dict[int, float]:

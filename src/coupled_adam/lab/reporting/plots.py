@@ -33,7 +33,7 @@ def optimizer_color(optimizer: str) -> str:
 def arm_colors(frame: pd.DataFrame) -> dict[str, str]:
     """A color for each arm: its optimizer's, darker for each further arm with that optimizer."""
     colors: dict[str, str] = {}
-    for optimizer, arms in frame.groupby("optimizer", sort=False).arm:
+    for optimizer, arms in frame.groupby("optimizer", sort=False).arm_name:
         names = arms.unique()
         color = np.array(matplotlib.colors.to_rgb(optimizer_color(str(optimizer))))
         for name, darkness in zip(names, np.linspace(0, 0.6, len(names))):
@@ -134,8 +134,8 @@ def plot_sweep(ax: Axes, swept: pd.DataFrame, experiment: pd.DataFrame, xlabel: 
     color = optimizer_color(swept.optimizer.iloc[0])
     plot_means(ax, losses, marker="o", color=color, label="swept")
     for arm, style in (("adamw", "--"), ("coupled_adam", ":")):
-        runs, color = experiment[experiment.arm == arm], optimizer_color(arm)
-        if runs.test_loss.notna().any() and arm not in {*swept.arm}:
+        runs, color = experiment[experiment.arm_name == arm], optimizer_color(arm)
+        if runs.test_loss.notna().any() and arm not in {*swept.arm_name}:
             mean, label = runs.test_loss.mean(), runs.label.iloc[0]
             ax.axhline(mean, color=color, linestyle=style, label=label)
     ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
@@ -169,7 +169,7 @@ def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None
             points = _values_by(line, "tokens", measure)
             if points:
                 row = line.iloc[0]
-                label = f"{row.setup.name}, N = {short(row.parameters)}"
+                label = f"{row.arm.name}, N = {short(row.parameters)}"
                 color = optimizer_color(row.optimizer)
                 plot_means(ax, points, marker=marker, color=color, label=label)
     title = measure.label.capitalize()

@@ -36,7 +36,7 @@ def report_page(
     experiments = groups(frame, "experiment")
     values = {
         "conclusion": conclusion,
-        "arms": [_arm(a, out) for runs in experiments for a in groups(runs, "setup")],
+        "arms": [_arm(a, out) for runs in experiments for a in groups(runs, "arm")],
         "table": table,
         "letters": [*_letters(frame, table)],
         "names": ", ".join(frame.experiment.unique()),

@@ -70,7 +70,7 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
     """
     rows = []
     for experiment in groups(frame, "experiment"):
-        arms = groups(experiment, "setup")
+        arms = groups(experiment, "arm")
         by_column = {key: _metrics(column, arms, bold) for key, column in COLUMNS.items()}
         for number, arm in enumerate(arms):
             metrics = {key: of_arms[number] for key, of_arms in by_column.items()}
@@ -134,7 +134,7 @@ def footnotes(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False) -
     """The notes below the table of some runs, which explain its statistics."""
     experiments = groups(frame, "experiment")
     best = "the best mean, without a test"
-    if all(experiment.setup.value_counts().max() == 1 for experiment in experiments):
+    if all(experiment.arm.value_counts().max() == 1 for experiment in experiments):
         bold_note = " Bold: the best value." if bold == "value" else ""
         return [f"One seed, so neither deviation nor test.{bold_note}"]
     than = "each of the others"
@@ -143,7 +143,7 @@ def footnotes(frame: pd.DataFrame, bold: Bold = "adamw", paired: bool = False) -
         than = "the best AdamW in validation"
         if len(baselines) == 1:  # a name of its own suffices, as its row has the options, too
             than = baselines[0].partition(":")[0]
-        if any(experiment.setup.nunique() == 2 for experiment in experiments):
+        if any(experiment.arm.nunique() == 2 for experiment in experiments):
             than += ", or AdamW better than the only other optimizer"
     if bold != "value":
         test = "a one-sided Student t-test at 95 %, as in the paper"
@@ -212,7 +212,7 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
 
 def runs_csv(frame: pd.DataFrame) -> str:
     """Write a line for each run, in full precision."""
-    columns = ["experiment", "arm", "seed", "tokens", "parameters", *COLUMNS]
+    columns = ["experiment", "arm_name", "seed", "tokens", "parameters", *COLUMNS]
     # None, which is an empty field, for what has not been measured.
     values = frame[columns].astype(object).where(frame[columns].notna(), None)
     fits = [_second_moment_fit(run) for run in frame.run]
@@ -221,7 +221,9 @@ def runs_csv(frame: pd.DataFrame) -> str:
         for line, fit, run in zip(values.to_numpy().tolist(), fits, frame.run)
     ]
     fitted = [f"second_moment_{field.name}" for field in dataclasses.fields(SecondMomentFit)]
-    return csv_text([[*columns, *fitted, "folder"], *lines])
+    header = [*columns, *fitted, "folder"]
+    header[1] = "arm"  # as in a recipe, and in the other files
+    return csv_text([header, *lines])
 
 
 def _second_moment_fit(run: Run) -> list[float | None]:

@@ -23,5 +23,5 @@ class Execution:
     micro_batch_size: Count | None = None
     compile: bool = False
     logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
-        default_factory=lambda: ["tensorboard"]
+        default_factory=lambda: ["tensorboard"], metadata={"nargs": "*"}
     )

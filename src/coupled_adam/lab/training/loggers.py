@@ -7,7 +7,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.run import read_log
 from coupled_adam.lab.training.execution import Execution
@@ -49,25 +48,6 @@ class MetricsFile(Logger):
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: they are in config.yaml."""
-
-
-def check_log(path: Path, last: int, evaluate_every: int) -> None:
-    """Raise UsageError unless a log has what was due up to a step, each line once and in order.
-
-    What is lost could not be made again, since the run continues after it.
-    """
-    # Each evaluation measures the embeddings, as does the beginning, and some steps are logged.
-    due = [(0, "isotropy")]
-    for step in range(1, last + 1):
-        due += [(step, "train_loss")] * (step % LOG_EVERY == 0)
-        due += [(step, "isotropy")] * (step % evaluate_every == 0)
-    keys = ("train_loss", "isotropy")
-    entries = [entry for entry in read_log(path) if entry["step"] <= last]
-    if [(entry["step"], key) for entry in entries for key in keys if key in entry] != due:
-        raise UsageError(
-            f"{path} does not have each line up to step {last}, where the run would continue, "
-            "exactly once: restore it, or remove the run's folder"
-        )
 
 
 def truncate_log(path: Path, last: int) -> None:

@@ -35,7 +35,7 @@ class LanguageModel(pl.LightningModule):
         self.variant = variant
         self.train_loss = torch.zeros(())
         self.grad_norm = torch.zeros(())
-        self._valid = torch.zeros(2)  # the sum of the losses of sequences, and their number
+        self.valid = torch.zeros(2)  # the sum of the losses of sequences, and their number
 
     def configure_model(self) -> None:
         """Compile and shard the model, once."""
@@ -117,26 +117,21 @@ class LanguageModel(pl.LightningModule):
             raise self.diverged(f"the update is too large ({error})", step) from None
         if variant.after_step is not None:
             variant.after_step(self.model)
-        if variant.half_way is not None and step == self.run.recipe.steps // 2:
+        if variant.half_way is not None and step == self.run.recipe.training.total_steps // 2:
             variant.half_way(self.model, self.trainer.optimizers[0])
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation from zero."""
         # In float64, which MPS does not have: it is a sum over the whole split.
         wide = torch.float32 if self.device.type == "mps" else torch.float64
-        self._valid = torch.zeros(2, dtype=wide, device=self.device)
+        self.valid = torch.zeros(2, dtype=wide, device=self.device)
 
     def validation_step(self, batch: list[Tensor]) -> None:
         """Add the losses of this process's share of a held-out batch."""
         blocks, counted = batch  # [batch, length + 1], and [batch] booleans
         losses = self.variant.sequence_losses(self.model, blocks)
         # Counted, so that the mean is over sequences, however they are shared among processes.
-        self._valid += torch.stack([losses[counted].sum(), counted.sum()])
-
-    def mean_valid_loss(self) -> float:
-        """The mean loss of the held-out text, over all processes; each of them must call this."""
-        total, sequences = self.trainer.strategy.reduce(self._valid, reduce_op="sum").tolist()
-        return float(total / sequences)
+        self.valid += torch.stack([losses[counted].sum(), counted.sum()])
 
 
 def shard(model: PreTrainedModel, strategy: ModelParallelStrategy, precision: str) -> None:

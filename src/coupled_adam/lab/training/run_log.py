@@ -70,7 +70,7 @@ class RunLog(pl.Callback):
             loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
             last, since = self._last
             self._last = (step, time.perf_counter())
-            tokens = (step - last) * self.run.recipe.tokens_per_step
+            tokens = (step - last) * self.run.recipe.training.tokens_per_step
             metrics = {
                 "train_loss": float(loss),
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
@@ -98,13 +98,14 @@ class RunLog(pl.Callback):
         """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
         model = module.model
         # A set, as tied embeddings are one matrix.
-        tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
-        states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
+        matrices: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
+        states = [trainer.optimizers[0].state.get(matrix, {}).values() for matrix in matrices]
         tensors = [v for state in states for v in state if isinstance(v, torch.Tensor)]
         # Of sharded tensors this is the size on all processes together. Scalars count the steps.
         sizes = [v.numel() * v.element_size() for v in tensors if v.ndim]
         measures = {"embedding_state_bytes": sum(sizes), **self._measures(trainer, module)}
-        self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
+        total, sequences = trainer.strategy.reduce(module.valid, reduce_op="sum").tolist()
+        self._log(trainer, {"valid_loss": float(total / sequences), **measures})
         self._save_second_moment(trainer, module)
 
     def _measures(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, float]:

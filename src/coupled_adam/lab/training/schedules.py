@@ -14,7 +14,7 @@ from coupled_adam.lab.recipe import Recipe
 
 def lr_scheduler(optimizer: Optimizer, recipe: Recipe) -> Any:
     """The recipe's learning-rate schedule, to be stepped after each step of the optimizer."""
-    training, warmup, steps = recipe.training, recipe.warmup_steps, recipe.steps
+    training, warmup, steps = recipe.training, recipe.warmup_steps, recipe.training.total_steps
     if training.schedule == "constant":
         return get_constant_schedule_with_warmup(optimizer, warmup)
     if training.schedule == "cosine":

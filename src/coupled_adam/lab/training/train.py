@@ -25,7 +25,7 @@ from coupled_adam.lab.training.checkpoints import ADVICE, CheckpointIO, Checkpoi
 from coupled_adam.lab.training.distributed import launcher, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.execution import Execution
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
-from coupled_adam.lab.training.loggers import check_log, run_loggers, truncate_log
+from coupled_adam.lab.training.loggers import run_loggers, truncate_log
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.lab.training.variant import load_variant
@@ -103,9 +103,6 @@ def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoi
     step, last = checkpoints.last()
 
     def begin() -> None:
-        if last is not None:
-            every = min(recipe.training.evaluate_every, recipe.steps)
-            check_log(run.folder / METRICS, step, every)
         truncate_log(run.folder / METRICS, step)
         if last is not None:
             record_resumption(run, step)
@@ -178,8 +175,8 @@ def _trainer(recipe: Recipe, execution: Execution, **options: Any) -> pl.Trainer
         num_nodes=nodes,
         # Token ids need no conversion, and Lightning shards no model in float64.
         precision="32-true" if precision == "64-true" else precision,
-        max_steps=recipe.steps,
-        val_check_interval=min(recipe.training.evaluate_every, recipe.steps),
+        max_steps=recipe.training.total_steps,
+        val_check_interval=min(recipe.training.evaluate_every, recipe.training.total_steps),
         log_every_n_steps=1,  # RunLog logs by itself
         num_sanity_val_steps=0,
         enable_model_summary=False,

@@ -142,8 +142,7 @@ def _map(frame: pandas.DataFrame, color: str) -> str:
     figure.update_xaxes(**grid)
     figure.update_yaxes(**grid)
     options = {"full_html": False, "include_plotlyjs": False, "default_height": "calc(100% - 4rem)"}
-    page: str = figure.to_html(config={"responsive": True, "displaylogo": False}, **options)
-    return page
+    return str(figure.to_html(config={"responsive": True, "displaylogo": False}, **options))
 
 
 def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:

@@ -96,7 +96,8 @@ def load_embeddings(
         ValueError: if a file is damaged or needs unpickling; if it has no embeddings with a known
             name, or several whose numbers differ, which the message lists.
     """
-    return _find(_with_mapped_rows(open_model(source, revision, _may_be_embeddings)), tensor)
+    opened = open_model(source, revision, lambda name: _kind(name) not in ("block", ""))
+    return _find(_with_mapped_rows(opened), tensor)
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
@@ -235,11 +236,6 @@ def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A configuration, and its part for the text or the decoder of a model that has one."""
     parts = (config, config.get("text_config"), config.get("decoder"))
     return [part for part in parts if isinstance(part, Mapping)]
-
-
-def _may_be_embeddings(name: str) -> bool:
-    """Whether a tensor of this name may be a table or a head."""
-    return _kind(name) in ("table", "head", "maybe a head")
 
 
 def _kind(name: str) -> Literal["block", "table", "head", "maybe a head", ""]:

@@ -319,8 +319,7 @@ def _mean(v: Tensor, dim: int) -> Tensor:
 def _mean_of(vector: Tensor) -> float:
     """The mean of what is finite in a vector, [H] or [V]; 0 if nothing is."""
     values = sharded.full_tensor(vector)
-    mean: float = values[values.isfinite()].mean().nan_to_num().item()
-    return mean
+    return float(values[values.isfinite()].mean().nan_to_num())
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:

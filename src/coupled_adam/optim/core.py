@@ -55,15 +55,11 @@ def build(core: Core, groups: list[Group], lr: float | Tensor) -> Optimizer:
             f"core= made a {type(optimizer).__name__} of other parameters than it was given: of "
             f"{len(own)}, {len({*own} & {*given})} of which are among the {len(given)} in `groups`"
         )
+    # Its name, for checkpoints; by the package, as modules move between versions.
+    name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
     for group in optimizer.param_groups:
-        mark(group, optimizer)
+        group |= {"core": name, "coupled": False}
     return optimizer
-
-
-def mark(group: Group, core: Optimizer) -> None:
-    """Say in a group that the core updates it, by the core's name, for checkpoints."""
-    package = type(core).__module__.partition(".")[0]  # modules move between versions
-    group |= {"core": f"{package}.{type(core).__name__}", "coupled": False}
 
 
 def lend(core: Optimizer, groups: list[Group], state: defaultdict[Tensor, Any]) -> Optimizer:

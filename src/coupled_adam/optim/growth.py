@@ -47,8 +47,7 @@ def follow(groups: list[Group], states: MutableMapping[Tensor, Any], model: nn.M
 
 def _rows_dim(group: Group) -> int:
     """The dimension that may grow."""
-    dim: int = group["vocab_dim"] if group["coupled"] else 0
-    return dim
+    return int(group["vocab_dim"] if group["coupled"] else 0)
 
 
 def _check(group: Group, index: int, new: Tensor) -> None:
@@ -71,8 +70,7 @@ def _check(group: Group, index: int, new: Tensor) -> None:
 def _shape_of(group: Group, p: Tensor, state: dict[str, Any]) -> torch.Size:
     """The shape that a state is of, as rows may have been added to the parameter in place."""
     if "exp_avg" in state and state["exp_avg"].dim() == p.dim():
-        shape: torch.Size = state["exp_avg"].shape
-        return shape
+        return torch.Size(state["exp_avg"].shape)
     sizes = list(p.shape)
     if ROW_MOMENT in state and p.dim() == 2:
         sizes[_rows_dim(group)] = len(state[ROW_MOMENT])

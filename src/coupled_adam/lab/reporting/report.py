@@ -119,7 +119,13 @@ def _write(folders: Sequence[Path], out: Path, bold: Bold) -> Report:
 def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
     """Replace the files of a report by new ones, and remove those that it no longer has."""
     listed = out / _WRITTEN
-    written = read_own(listed, _names) if listed.exists() else set()
+
+    def pictures(text: str) -> set[str]:
+        # The list may be another person's: whatever else it names, it must not make us remove it.
+        named = (name for name in json.loads(text) if name.endswith((".png", ".svg")))
+        return {name for name in named if ".." not in name}
+
+    written = read_own(listed, pictures) if listed.exists() else set()
     # Until all is done the list has the old files and the new ones.
     write_atomically(listed, json.dumps(sorted(written | contents.keys()), indent=1))
     # All are written under other names, and renamed when the last one has been.
@@ -137,10 +143,3 @@ def _replace(out: Path, contents: Mapping[str, bytes]) -> None:
             with contextlib.suppress(OSError):  # the folder is not empty
                 path.parent.rmdir()
     write_atomically(listed, json.dumps(sorted(contents), indent=1))
-
-
-def _names(text: str) -> set[str]:
-    """The names of pictures in the list of a report's files, which may be another person's."""
-    # Whatever else the list names, it must not make us remove it.
-    pictures = (name for name in json.loads(text) if name.endswith((".png", ".svg")))
-    return {name for name in pictures if ".." not in name}

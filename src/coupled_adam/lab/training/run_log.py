@@ -105,7 +105,7 @@ class RunLog(pl.Callback):
         sizes = [v.numel() * v.element_size() for v in tensors if v.ndim]
         measures = {"embedding_state_bytes": sum(sizes), **self._measures(trainer, module)}
         total, sequences = trainer.strategy.reduce(module.valid, reduce_op="sum").tolist()
-        self._log(trainer, {"valid_loss": float(total / sequences), **measures})
+        self._log(trainer, {"valid_loss": total / sequences, **measures})
         self._save_second_moment(trainer, module)
 
     def _measures(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, float]:

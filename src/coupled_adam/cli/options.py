@@ -154,8 +154,6 @@ class RunOptions(DeviceOption, Execution):
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
         exists = self.text is None or self.text.exists()
         require(exists, f"--text {self.text}: there is no such file or folder")
-        import torch
-
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.train import try_out
         from coupled_adam.lab.training.variant import load_variant
@@ -178,11 +176,18 @@ class RunOptions(DeviceOption, Execution):
         is_known = recipe.model.architecture in ("gpt2", "stablelm")
         if recipe.variant is None and self.strategy != "fsdp2" and not is_known:
             try_out(recipe, execution, (2, 3))
-        # Each operation waits for all threads: on busy cores a step took 7 s instead of 0.5.
-        is_small = execution.device == "cpu" and recipe.variant is None and number < 1_000_000
-        if is_small and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(2, torch.get_num_threads()))
+        if execution.device == "cpu" and recipe.variant is None:
+            _limit_threads(number)
         return execution
+
+
+def _limit_threads(parameters: int) -> None:
+    """Let this process use two threads for a small model, unless OMP_NUM_THREADS says otherwise."""
+    # Each operation waits for all threads: on busy cores a step took 7 s instead of 0.5.
+    import torch
+
+    if parameters < 1_000_000 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def arm_names(name: str, recipe: Recipe) -> list[str]:

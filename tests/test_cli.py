@@ -100,7 +100,7 @@ def test_compare(small_recipe, text_file, tmp_path, capsys):
     assert (out / "report" / "index.html").exists()
     # The configuration of a run is a recipe.
     again = load_recipe(str(out / "adamw-seed-2" / "config.yaml"))
-    assert (again.seeds, list(again.arms), again.steps) == ([2], ["adamw"], 10)
+    assert (again.seeds, list(again.arms), again.training.total_steps) == ([2], ["adamw"], 10)
 
     before = {name: (out / name / "evaluation.json").stat().st_mtime_ns for name in runs}
     code, _, stderr = compare("--resume", "--seeds", 3)

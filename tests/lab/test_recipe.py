@@ -406,7 +406,6 @@ def test_files_extend(tmp_path):
     assert load_recipe(str(beside)).model.n_layer == 3
 
 
-LISTS = "".join(f"    {key}: [{', '.join(map(str, range(1, 10)))}]\n" for key in "abcdefghijkl")
 TWICE = r"line \d: the key (name|lr|beta1) is given twice"
 
 
@@ -423,10 +422,6 @@ TWICE = r"line \d: the key (name|lr|beta1) is given twice"
         ("arms: {adamw: {optimizer: adamw, beta1: 0.1, beta1: 0.9}}", TWICE),
         ("training: {<<: {lr: 0.01, lr: 0.5}}", TWICE),
         ("training: {<<: [{lr: 0.01, lr: 0.5}]}", TWICE),
-        (
-            f"extends: tiny\narms:\n  x:\n    optimizer: adamw\n{LISTS}",
-            r"arms.x makes 282,429,536,481 arms",
-        ),
     ],
 )
 def test_files_that_are_refused(text, message, tmp_path):

@@ -47,7 +47,10 @@ class Downstream:
             raise UsageError(f"--lm-eval: {error}; {install('lm-eval')}") from None
         require(folder is None or folder.is_dir(), f"--lm-eval-path {folder} is not a folder")
         path = None if folder is None else str(folder)
-        self._manager = TaskManager(include_path=path)
+        # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
+        self._manager = TaskManager(include_path=path, include_defaults=folder is None)
+        if folder is not None and not set(names) <= set(self._manager.all_tasks):
+            self._manager = TaskManager(include_path=path)
         self.names = list(dict.fromkeys(names))
         self.limit = limit
         # Loaded before anything is evaluated, which may take hours, to see that they can be.

@@ -145,46 +145,37 @@ def at_best_rate_before(setting: str, arm: str) -> tuple[float, Lines]:
 def final_rates_table() -> Table:
     """AdamW, with decayed embeddings and without, LEAN and Ember, each at its own rate."""
     rows: list[list[str]] = []
-    above: dict[tuple[str, str], list[float]] = {pair: [] for pair in COMPARED}
+    above: dict[str, list[float]] = {}
     for setting in FINAL_SETTINGS:
-        chosen = {
-            name: at_best_rate(setting, arm)
-            for name, arm in (("AdamW", ADAMW), ("LEAN", LEAN), ("Ember", EMBER))
-        }
+        arms = {"AdamW": ADAMW, "LEAN": LEAN, "Ember": EMBER}
+        chosen = {name: at_best_rate(setting, arm) for name, arm in arms.items()}
         chosen["AdamW, decay"] = best(tried) if (tried := with_decay(setting)) else (np.nan, ())
-        factors = {name: f"{x:.3g}".replace("nan", "") for name, (x, _) in chosen.items()}
-        cells, numbers = [], []
-        for pair in COMPARED:
-            ours, theirs = (chosen[name][1] for name in pair)
-            each = differences(ours, theirs, "test_documents")
-            cells.append(f"{np.mean(each):+.3f}" if each else "")
-            if each:
-                above[pair].append(float(np.mean(each)))
-                numbers.append(str(len(each)))
-        loss = shorthand([*seeds_of(chosen["AdamW"][1], "test_documents").values()], 3)
-        decay, lean, lean_decay, ember = cells
-        rows.append(
-            [
-                *(setting, factors["AdamW"], loss, factors["AdamW, decay"], decay),
-                *(factors["LEAN"], lean, lean_decay, factors["Ember"], ember),
-                ", ".join(dict.fromkeys(numbers)),
-            ]
-        )
-    decay, lean, lean_decay, ember = map(mean_of_settings, above.values())
-    rows.append(["mean", "", "", "", decay, "", lean, lean_decay, "", ember, ""])
-    of_decay, of_lean, of_both, of_ember = (f"{ours} − {theirs}" for ours, theirs in COMPARED)
-    header = ["setting", "AdamW: factor", "L of test documents ↓", "AdamW, decay: factor"]
-    header += [of_decay, "LEAN: factor", of_lean, of_both, "Ember: factor", of_ember]
-    return Table([*header, "pairs"], rows)
+        cells, numbers = {"setting": setting}, []
+        for name, rivals in COMPARED.items():
+            factor, ours = chosen[name]
+            cells[f"{name}: factor"] = f"{factor:.3g}".replace("nan", "")
+            if not rivals:
+                losses = [*seeds_of(ours, "test_documents").values()]
+                cells["L of test documents ↓"] = shorthand(losses)
+            for rival in rivals:
+                each = differences(ours, chosen[rival][1], "test_documents")
+                cells[column := f"{name} − {rival}"] = f"{np.mean(each):+.3f}" if each else ""
+                if each:
+                    above.setdefault(column, []).append(float(np.mean(each)))
+                    numbers.append(str(len(each)))
+        rows.append([*cells.values(), ", ".join(dict.fromkeys(numbers))])
+    means = {column: mean_of_settings(numbers) for column, numbers in above.items()}
+    rows.append(["mean", *(means.get(column, "") for column in [*cells][1:]), ""])
+    return Table([*cells, "pairs"], rows)
 
 
-COMPARED = (
-    ("AdamW, decay", "AdamW"),
-    ("LEAN", "AdamW"),
-    ("LEAN", "AdamW, decay"),
-    ("Ember", "AdamW"),
-)
-"""The differences of :func:`final_rates_table`."""
+COMPARED: dict[str, tuple[str, ...]] = {
+    "AdamW": (),
+    "AdamW, decay": ("AdamW",),
+    "LEAN": ("AdamW", "AdamW, decay"),
+    "Ember": ("AdamW",),
+}
+"""The optimizers of :func:`final_rates_table`, and what each is held against."""
 
 FORMULAS = {
     "limit": "new limit",

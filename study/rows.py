@@ -184,12 +184,8 @@ def _p(line: Line, baseline: Line, measure: str) -> list[str]:
         return ["", ""]
     unpaired = one_sided_t_test(values(line, measure), values(baseline, measure), "lower")
     paired = paired_t_test(by_seed(line, measure), by_seed(baseline, measure))
-    return [p_text(unpaired), p_text(None if paired is None else paired.one_sided("lower"))]
-
-
-def p_text(p: float | None) -> str:
-    """A p-value in a cell; empty for None."""
-    return "" if p is None else shown_p(p).removeprefix("p ").removeprefix("= ")
+    both = (unpaired, None if paired is None else paired.one_sided("lower"))
+    return ["" if p is None else shown_p(p).removeprefix("p ").removeprefix("= ") for p in both]
 
 
 def _seeds(line: Line) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import decoders
 from coupled_adam import LEAN, CoupledAdamW
+from optim.cases import through_disk
 
 
 class OneByte(torch.optim.Optimizer):
@@ -104,11 +105,8 @@ def go_on(through, model, optimizer, build):
         pickled = through == "pickle"
         both = model, optimizer
         return pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
-    with tempfile.TemporaryFile() as file:
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        resumed = build(model)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed = build(model)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
     return model, resumed
 
 

@@ -50,6 +50,20 @@ def assert_same_parameters(model, other):
         assert torch.equal(p, q), name
 
 
+ROUNDING = 1e-12  # where all is float64, and only the order of sums differs
+
+
+def assert_same_training(expected, actual, tolerance=ROUNDING):
+    """Of two models and their optimizers the parameters and states, which may be in parts."""
+    for (name, p), q in zip(expected[0].named_parameters(), actual[0].parameters()):
+        torch.testing.assert_close(full(q), full(p), rtol=0, atol=tolerance, msg=name)
+        ours, theirs = expected[1].state[p], actual[1].state[q]
+        assert theirs.keys() == ours.keys()
+        for key, value in ours.items():
+            tolerances = {"rtol": 100 * tolerance, "atol": tolerance}
+            torch.testing.assert_close(full(theirs[key]), full(value), **tolerances, msg=name + key)
+
+
 def full(tensor):
     """A tensor that may be in parts on several ranks, whole."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

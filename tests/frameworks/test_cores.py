@@ -6,20 +6,14 @@ import re
 import pytest
 import torch
 from memory_table import EIGHT_BITS, state_bytes
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
 
 import decoders
 from cores import beside, bitsandbytes, go_on, torchao, train
 from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.transformers import use_coupled_adam
 from decoders import assert_same_parameters
+from frameworks.test_transformers import Texts, arguments
 
 V, H = 40, 64  # so that 8-bit optimizers make the hidden matrices' states smaller
 
@@ -99,29 +93,9 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
 
 
-class Texts(torch.utils.data.Dataset):
-    ids = torch.randint(0, 96, (16, 8), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
 def trainer(folder, optim, model=gpt2, **options):
-    settings = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "optim": optim,
-        "report_to": "none",
-        "use_cpu": True,
-    }
-    args = TrainingArguments(str(folder), **settings, **options)
-    made = Trainer(model(), args, train_dataset=Texts())
+    options = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-3, **options}
+    made = Trainer(model(), arguments(folder, optim=optim, **options), train_dataset=Texts())
     use_coupled_adam(made, embeddings="lean", steps="auto")
     return made
 

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     # It would be compiled; gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-STEPS = 20
+STEPS = 8
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True, "betas": (0.8, 0.5)}
 NO_MOMENTUM = {**BETWEEN, "betas": (0.0, 0.99)}
 

@@ -14,11 +14,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Trainer,
-    TrainingArguments,
 )
 
 from coupled_adam import LEAN, CoupledAdamW, clip_grad_norm_
 from coupled_adam.transformers import use_coupled_adam
+from frameworks.test_transformers import arguments
 
 STEPS, RATE = 4, 1e-2
 LEAN_SPARSE = LEAN | {"zero_sum": False}  # so that a dense table has the same updates
@@ -82,21 +82,10 @@ def assert_same(model, expected):
 
 def in_trainer(folder, max_norm):
     model = Model()
-    arguments = TrainingArguments(
-        str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        train_sampling_strategy="sequential",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.01,
-        max_grad_norm=max_norm,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=TEXTS)
+    options = {"max_steps": STEPS, "learning_rate": RATE, "max_grad_norm": max_norm}
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    options |= {"weight_decay": 0.01, "adam_beta2": 0.999, "save_strategy": "no"}
+    trainer = Trainer(model, arguments(folder, **options), train_dataset=TEXTS)
     use_coupled_adam(trainer, embeddings=LEAN_SPARSE | {"lr_factor": 1.0})
     trainer.train()
     return model, [line["grad_norm"] for line in trainer.state.log_history if "loss" in line]

@@ -4,21 +4,15 @@ import copy
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 import token_models
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.transformers import CoupledAdamWFactory, use_coupled_adam
+from frameworks.test_trainers import V, tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
 
-WORDS = ["[PAD]", "[UNK]", "[EOS]", *"abcdefghij"]
-V = len(WORDS)
 SIZE = {"vocab_size": V, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 TEXTS = ["a b c d e f", "f e d c b a", "g h i j a b", "b a j i h g"] * 2
 TRAINING = {
@@ -31,13 +25,6 @@ TRAINING = {
     "save_strategy": "no",
     "dataloader_pin_memory": False,
 }
-
-
-def tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
 def llama(cls, **options):

@@ -4,6 +4,8 @@ Before each step the oracle is given what the optimizer has stored, and takes th
 error outlives a step, and all that is left of one are the roundings of what is stored.
 """
 
+import io
+
 import numpy as np
 import torch
 from oracle import CoupledAdamOracle
@@ -96,6 +98,26 @@ def optimizer_of(params, *, cls=CoupledAdamW, **options):
     """All parameters are in one coupled group."""
     options = {"lr": 1e-2, "weight_decay": 0.0, "betas": MOMENTUM, **options}
     return cls(params, coupled=True, **options)
+
+
+def through_disk(value):
+    """As it is saved and loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def take_steps(optimizer, seeds, vocab_dim=None):
+    """With random gradients; with a dimension, of its first token none."""
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for group in optimizer.param_groups:
+            for p in filter(lambda p: p.requires_grad, group["params"]):
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                if vocab_dim is not None:
+                    p.grad.select(vocab_dim, 0).zero_()
+        optimizer.step()
 
 
 def in_rows(tensor, group):

@@ -7,7 +7,6 @@ importing the records freezes flags of ``torch.backends`` and loads another hypo
 
 import copy
 import functools
-import io
 import pickle
 import warnings
 
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam import CoupledAdam, CoupledAdamW
+from optim.cases import through_disk
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -232,10 +232,7 @@ def test_schedulers(info, schedulers, lr):
 
 def saved(info, optimizer, params, older=False, named=False, **options):
     """A new optimizer of copies, which has loaded what the other has saved."""
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    state_dict = torch.load(buffer, weights_only=True)
+    state_dict = through_disk(optimizer.state_dict())
     if older:  # of later flags, ours included, nothing is known; steps are numbers
         for group in state_dict["param_groups"]:
             for name in (*info.not_og_supported_flags, *OWN_OPTIONS):

@@ -6,7 +6,6 @@ have the same bits. The same file is the program of each rank.
 
 import copy
 import functools
-import io
 from collections import defaultdict
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from coupled_adam import CoupledAdamW, FlatShard, MuonWithCoupledAdam
 from coupled_adam.optim.sharded import full_tensor
-from optim.cases import LEAN_SOON
+from optim.cases import LEAN_SOON, through_disk
 from processes import run_cases, run_on_ranks
 
 V, H, STEPS = 9, 6, 6
@@ -85,13 +84,6 @@ def replaced(optimizer, change):
             state[name] = change(value)
 
 
-def reloaded(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def assigned(optimizer):
     states = {p: dict(state) for p, state in optimizer.state.items()}
     optimizer.state = defaultdict(dict, states)
@@ -117,7 +109,7 @@ TOUCHES = {
     "copied deeply": lambda optimizer, _: replaced(optimizer, copy.deepcopy),
     # As tensors go to the host and back, and to a file and back.
     "moved": lambda optimizer, _: replaced(optimizer, lambda x: x.double().to(x.dtype)),
-    "saved and loaded": lambda optimizer, _: replaced(optimizer, reloaded),
+    "saved and loaded": lambda optimizer, _: replaced(optimizer, through_disk),
     "assigned": lambda optimizer, _: assigned(optimizer),
     "taken back": taken_back,
 }

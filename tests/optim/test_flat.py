@@ -4,7 +4,6 @@ Each rank is a thread with an optimizer of its own, and the all-reduce is betwee
 """
 
 import copy
-import io
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from torch import nn
 
 from coupled_adam import CoupledAdam, FlatShard, to_adam_state_dict
 from coupled_adam.optim import sharded
-from optim.cases import LEAN_SOON
+from optim.cases import LEAN_SOON, through_disk
 
 STEPS = 4
 SOON = (0.8, 0.5)  # with so short a memory updates sum to zero from the second step on
@@ -212,10 +211,7 @@ def test_a_checkpoint_of_pieces(options):
     for number in range(3):
         whole.step(number)
     for rank, (old, new) in enumerate(zip(whole.optimizers, again.optimizers)):
-        saved = io.BytesIO()
-        torch.save(old.state_dict(), saved)
-        saved.seek(0)
-        new.load_state_dict(torch.load(saved, weights_only=True))
+        new.load_state_dict(through_disk(old.state_dict()))
         again.ps[rank].data.copy_(whole.ps[rank])
     for number in range(3, 5):
         whole.step(number)

@@ -39,15 +39,16 @@ class TestReference(EveryKernel):
 
 
 class TestBlocks(EveryKernel):
-    @pytest.fixture(autouse=True, params=[2**20, 100], ids=["few blocks", "many blocks"])
-    def kernel(self, request, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def kernel(self, monkeypatch):
         use(monkeypatch, blocks)
-        monkeypatch.setattr(blocks, "_BLOCK_BYTES", request.param)
+        monkeypatch.setattr(blocks, "_BLOCK_BYTES", 100)
         return blocks
 
     @pytest.mark.slow
-    def test_sums_of_a_million_rows(self, kernel):
+    def test_sums_of_a_million_rows(self, kernel, monkeypatch):
         """In whatever order they lie in memory: as exact as single precision is."""
+        monkeypatch.setattr(blocks, "_BLOCK_BYTES", 2**20)
         rows = 10**6
         for options in ({}, CASES["LEAN"]):
             p = nn.Parameter(torch.zeros(2, rows))
@@ -101,26 +102,15 @@ def test_memory_of_blocks(name, dtype, monkeypatch):
     assert peak(optimizer.step) <= most[dtype.itemsize] * block
 
 
-def instruction_sets():
-    """The vector instructions that this processor has, as the C kernel numbers them."""
-    if native.library() is None:
-        return []
-    return range(ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions").value + 1)
-
-
 @built
 class TestNative(EveryKernel):
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     layouts = ("rows", "columns of more", "every other row")
 
-    @pytest.fixture(autouse=True, params=instruction_sets())
-    def kernel(self, request, monkeypatch):
-        """With each set of vector instructions that this processor has."""
-        variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
-        before, variable.value = variable.value, request.param
+    @pytest.fixture(autouse=True)
+    def kernel(self, monkeypatch):
         use(monkeypatch, native)
-        yield native
-        variable.value = before
+        return native
 
     @every_case
     def test_several_threads(self, options, dtype, kernel, monkeypatch):
@@ -131,22 +121,25 @@ class TestNative(EveryKernel):
 
 
 @built
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TestNative.dtypes, ids=str)
 @every_case
 def test_native_gives_the_same_bits_on_every_processor(options, dtype):
-    """With the vectors of each of them."""
+    """With each set of vector instructions, of which ``TestNative`` has this processor's best."""
     variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
-    before, results = variable.value, []
-    for variable.value in instruction_sets():
-        p = nn.Parameter(matrix((10_007, 7), 0, dtype))
-        optimizer = optimizer_of([p], stochastic_rounding=True, **options)
-        for step in range(2):
-            p.grad = gradient((10_007, 7), step, dtype)
-            optimizer.step()
-        results.append(stored(optimizer, p))
-    variable.value = before
-    for other in results[1:]:
-        assert_same_bits(results[0], other)
+    best = variable.value
+    for shape in ((10_007, 7), (33, 257), (9, 770)):
+        results = []
+        for variable.value in range(best + 1):
+            p = nn.Parameter(matrix(shape, 0, dtype))
+            optimizer = optimizer_of([p], stochastic_rounding=True, **options)
+            for step in range(3):
+                p.grad = gradient(shape, step, dtype)
+                if step == 2:
+                    p.grad[3, 2] = 3e19  # whose square may overflow
+                optimizer.step()
+            results.append(stored(optimizer, p))
+        for other in results[1:]:
+            assert_same_bits(results[0], other)
 
 
 @pytest.mark.skipif(

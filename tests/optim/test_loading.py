@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from cores import assert_same_state
 from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
-from optim.cases import CASES, optimizer_of
+from optim.cases import CASES, optimizer_of, take_steps
 
 V, H = 20, 7
 
@@ -17,15 +18,6 @@ V, H = 20, 7
 def matrix(seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return nn.Parameter(torch.randn(V, H, generator=generator).to(dtype))
-
-
-def take_steps(optimizer, seeds, size=1.0):
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = (size * torch.randn(p.shape, generator=generator)).to(p.dtype)
-        optimizer.step()
 
 
 def own_groups(optimizer, checkpoint):
@@ -214,14 +206,9 @@ def test_a_damaged_checkpoint(damage, rule):
             del saved["state"][1][name]
         with pytest.raises(ValueError, match=rf"cannot load the state of 'wte' \[20, 7\].*{name}"):
             optimizer.load_state_dict(saved)
-        assert_same(optimizer.state_dict(), before)
+        assert_same_state(optimizer.state_dict(), before)
     take_steps(optimizer, [2])
     assert p.isfinite().all()
-
-
-def assert_same(state_dict, other):
-    torch.testing.assert_close(state_dict["state"], other["state"], rtol=0, atol=0)
-    assert state_dict["param_groups"] == other["param_groups"]
 
 
 @pytest.mark.parametrize("wrong", [{"lr": "0.1"}, {"betas": (0.9, 1.0)}, {"row_exponent": 3}])
@@ -233,7 +220,7 @@ def test_a_damaged_group(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=f"Invalid {name}"):
         optimizer.load_state_dict(saved)
-    assert_same(optimizer.state_dict(), before)
+    assert_same_state(optimizer.state_dict(), before)
 
 
 def test_what_a_checkpoint_does_not_have_keeps_its_value():
@@ -337,7 +324,7 @@ def test_no_state_dict(structure):
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match="this is no state dict"):
         optimizer.load_state_dict(structure)
-    assert_same(optimizer.state_dict(), before)
+    assert_same_state(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize("source", ["coupled", "adamw"])

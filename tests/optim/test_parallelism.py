@@ -4,6 +4,7 @@ The same file is the program of each rank.
 """
 
 import tempfile
+from functools import partial
 
 import pytest
 import torch
@@ -22,13 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import global_offset
-from decoders import Decoder, H, V, decoder, full, train
+from decoders import ROUNDING, Decoder, H, V, assert_same_training, decoder, full, train
 from optim.cases import LEAN_SOON
 from processes import run_cases, run_on_ranks
 
 RANKS = 4
 STEPS = 6
-ROUNDING = 1e-12  # all is float64, and only the order of sums differs
 
 
 def assert_equal_on_all_ranks(tensor):
@@ -39,23 +39,17 @@ def assert_equal_on_all_ranks(tensor):
 
 def assert_as_in_one_process(expected, actual):
     """Parameters and states of two models with their optimizers; placements; keys."""
-    for _, optimizer in (expected, actual):
-        optimizer.state_dict()  # what ranks are still adding up is complete then
-    for (name, p), q in zip(expected[0].named_parameters(), actual[0].parameters()):
-        torch.testing.assert_close(full(q), p.detach(), rtol=0, atol=ROUNDING, msg=name)
-        assert_equal_on_all_ranks(full(q))
-        states = [optimizer.state[x] for (_, optimizer), x in ((expected, p), (actual, q))]
-        assert states[0].keys() == states[1].keys()
-        for key in states[0].keys() - {"step"}:
-            ours, theirs = (full(state[key]) for state in states)
-            torch.testing.assert_close(theirs, ours, rtol=1e-10, atol=ROUNDING, msg=name + key)
-            assert_equal_on_all_ranks(theirs)
+    assert_same_training(expected, actual)
+    for q in actual[0].parameters():
+        state = actual[1].state[q]
+        for tensor in (q, *(state[key] for key in state.keys() - {"step"})):
+            assert_equal_on_all_ranks(full(tensor))
         if isinstance(q, DTensor) and q.dim() == 2:
             row, column = global_offset(q)
             part = q.to_local()
             rows, columns = part.shape
             assert torch.equal(part, full(q)[row : row + rows, column : column + columns])
-        moment = states[1]["exp_avg_sq"]
+        moment = state["exp_avg_sq"]
         if moment.dim() == 1 < q.dim() and isinstance(q, DTensor):
             for of_matrix, of_vector in zip(q.placements, moment.placements):
                 by_columns = getattr(of_matrix, "dim", None) == 1
@@ -118,6 +112,10 @@ def tensor_parallel(model, mesh, by=RowwiseParallel):
     return model
 
 
+def by_columns(p):
+    return Shard(p.dim() - 1)
+
+
 def fsdp2(model, **options):
     for module in (model.block, model):
         fully_shard(module, **options)
@@ -127,7 +125,7 @@ def fsdp2(model, **options):
 def both(by, columns=False, **options):
     """FSDP2 over the rows, or the columns, of what tensor parallelism has left."""
     mesh = two_by_two()
-    more = {"shard_placement_fn": lambda p: Shard(p.dim() - 1)} if columns else {}
+    more = {"shard_placement_fn": by_columns} if columns else {}
     against_one_process(
         lambda model: fsdp2(tensor_parallel(model, mesh["tensor"], by), mesh=mesh["data"], **more),
         mesh["data"].get_local_rank(),
@@ -231,47 +229,31 @@ def accelerate():
     assert_as_in_one_process(expected, (resumed[0], resumed[1].optimizer))
 
 
-CASES = {
-    "ddp": lambda: data_parallel(DistributedDataParallel),
-    "fsdp2": lambda: data_parallel(fsdp2),
-    "fsdp2 by columns": lambda: data_parallel(
-        lambda model: fsdp2(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    ),
-    "hsdp": lambda: data_parallel(lambda model: fsdp2(model, mesh=two_by_two()), tied=True),
-    "cpu offload": lambda: data_parallel(
-        lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    ),
-    "tensor": lambda: against_one_process(lambda model: tensor_parallel(model, two())),
-    "tensor, tied": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two()), tied=True
-    ),
-    "tensor by columns": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two(), ColwiseParallel)
-    ),
-    "both": lambda: both(RowwiseParallel),
-    "both, hidden by columns": lambda: both(ColwiseParallel),
-    "both by columns": lambda: both(ColwiseParallel, columns=True),
-    "fsdp2, LEAN": lambda: data_parallel(fsdp2, embeddings=LEAN_SOON),
-    "fsdp2 by columns, LEAN": lambda: data_parallel(
-        lambda model: fsdp2(model, shard_placement_fn=lambda p: Shard(p.dim() - 1)),
-        embeddings=LEAN_SOON,
-    ),
-    "hsdp, LEAN": lambda: data_parallel(
-        lambda model: fsdp2(model, mesh=two_by_two()), tied=True, embeddings=LEAN_SOON
-    ),
-    "cpu offload, LEAN": lambda: data_parallel(
-        lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        embeddings=LEAN_SOON,
-    ),
-    "tensor, LEAN": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two()), embeddings=LEAN_SOON
-    ),
-    "tensor by columns, LEAN": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two(), ColwiseParallel), embeddings=LEAN_SOON
-    ),
-    "both, LEAN": lambda: both(RowwiseParallel, embeddings=LEAN_SOON),
-    "both by columns, LEAN with momentum": lambda: both(
-        ColwiseParallel, columns=True, embeddings=LEAN_SOON | {"betas": (0.7, 0.5)}
+SHARDED = {
+    "ddp": DistributedDataParallel,
+    "fsdp2": fsdp2,
+    "fsdp2 by columns": lambda model: fsdp2(model, shard_placement_fn=by_columns),
+    "hsdp": lambda model: fsdp2(model, mesh=two_by_two()),
+    "cpu offload": lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
+TENSOR_PARALLEL = {
+    "tensor": lambda model: tensor_parallel(model, two()),
+    "tensor by columns": lambda model: tensor_parallel(model, two(), ColwiseParallel),
+}
+CASES = {}
+for rule, embeddings in {"coupled": "coupled", "LEAN": LEAN_SOON}.items():
+    for name, shard in SHARDED.items():
+        tied = name == "hsdp"
+        CASES[f"{name}, {rule}"] = partial(data_parallel, shard, tied=tied, embeddings=embeddings)
+    for name, shard in TENSOR_PARALLEL.items():
+        CASES[f"{name}, {rule}"] = partial(against_one_process, shard, embeddings=embeddings)
+    CASES[f"both, {rule}"] = partial(both, RowwiseParallel, embeddings=embeddings)
+CASES |= {
+    "tensor, tied": partial(against_one_process, TENSOR_PARALLEL["tensor"], tied=True),
+    "both, hidden by columns": partial(both, ColwiseParallel),
+    "both by columns": partial(both, ColwiseParallel, columns=True),
+    "both by columns, LEAN with momentum": partial(
+        both, ColwiseParallel, columns=True, embeddings=LEAN_SOON | {"betas": (0.7, 0.5)}
     ),
     "gradient placed otherwise": gradient_placed_otherwise,
     "refused matrices": refused_matrices,

@@ -4,7 +4,6 @@ Each step is compared with the float64 oracle as in ``cases.py``. A test that fa
 configuration.
 """
 
-import io
 import random
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from coupled_adam import CoupledAdam, CoupledAdamW
 from coupled_adam.optim.sharded import full_tensor
-from optim.cases import assert_as_oracle, in_rows, laid_out, oracle_of
+from optim.cases import assert_as_oracle, in_rows, laid_out, oracle_of, through_disk
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 127, 129, 509, 1000)
@@ -108,11 +107,8 @@ class Configuration:
 
 def reloaded(c, optimizer):
     """Through the disk into a new optimizer of the same parameters."""
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
     fresh = c.optimizer()
-    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
     return fresh
 
 
@@ -143,7 +139,6 @@ def check(c):
         # One step by each, from the same place
         oracles = [oracle_of(c.cls, group, *s) for (group, _), s in zip(c.matrices, stored)]
         optimizer.step()
-        optimizer.state_dict()  # which waits for what ranks still add up
         is_stepped = not is_missing and not overflows
         stored = [c.stored(optimizer, p) for _, p in c.matrices]
         for (group, _), oracle, grad, now in zip(c.matrices, oracles, grads, stored):
@@ -155,7 +150,7 @@ def check(c):
 @pytest.mark.filterwarnings("ignore:.*in the first step only")  # in small matrices
 @pytest.mark.filterwarnings("ignore:.*built with beta1 = 0")  # betas change in mid-training
 @pytest.mark.parametrize(
-    "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 1100))]
+    "seed", [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 500))]
 )
 def test_random_configurations(seed):
     check(Configuration(seed))

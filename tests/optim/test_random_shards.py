@@ -48,12 +48,12 @@ def cases(first, last):
     ("ranks", "first", "last"),
     [
         (2, 0, 10),
-        pytest.param(2, 10, 70, marks=pytest.mark.slow),
-        pytest.param(4, 70, 100, marks=pytest.mark.slow),
+        pytest.param(2, 10, 35, marks=pytest.mark.slow),
+        pytest.param(4, 35, 50, marks=pytest.mark.slow),
     ],
 )
 def test_random_shards(ranks, first, last):
-    """A hundred of them. Where rows or columns are few, some ranks have nothing of a matrix."""
+    """Fifty of them. Where rows or columns are few, some ranks have nothing of a matrix."""
     run_on_ranks(ranks, __file__, cases(first, last), str(first), str(last))
 
 

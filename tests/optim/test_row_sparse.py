@@ -4,7 +4,6 @@ The same file is the program of each rank of the tests with several processes.
 """
 
 import copy
-import io
 import json
 import random
 import sys
@@ -109,7 +108,7 @@ def test_random_configurations(dtype):
 
 @pytest.mark.slow
 def test_many_random_configurations():
-    for seed in range(1000, 1500):
+    for seed in range(1000, 1200):
         Configuration(seed).check()
 
 
@@ -405,28 +404,6 @@ def test_refused_before_anything_moves(options, message):
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize("way", ["save", "deepcopy"])
-def test_interrupted_and_resumed(way):
-    whole, resumed = table(), table()
-    optimizer = CoupledAdamW([whole], **SPARSE)
-    steps(optimizer, whole, gradients())
-    first = CoupledAdamW([resumed], **SPARSE)
-    steps(first, resumed, gradients()[:4])
-    if way == "save":
-        file = io.BytesIO()
-        torch.save(first.state_dict(), file)
-        file.seek(0)
-        second = CoupledAdamW([resumed], **SPARSE)
-        second.load_state_dict(torch.load(file, weights_only=True))
-    else:
-        second = copy.deepcopy(first)
-        (resumed,) = second.param_groups[0]["params"]
-    steps(second, resumed, gradients()[4:])
-    assert torch.equal(whole, resumed)
-    for name, value in optimizer.state[whole].items():
-        assert torch.equal(value, second.state[resumed][name]), name
-
-
 def test_to_dense_gradients_and_back():
     """The state of either goes on with the other, as if all had been of one kind."""
     expected = table(dtype=torch.float64)
@@ -519,21 +496,6 @@ def test_init_state_of_a_table_that_is_found():
     assert optimizer.state[model.bigrams.weight].keys() == {
         *("step", "exp_avg_sq", "row_exp_avg_sq", "row_step", "row_count")
     }
-
-
-def test_a_scaled_gradient():
-    """GradScaler tells a fused optimizer the scale; a step that overflows is none."""
-    p, expected = table(), table()
-    scaled, plain = CoupledAdamW([p], **SPARSE, fused=True), CoupledAdamW([expected], **SPARSE)
-    for step, gradient in enumerate(gradients()):
-        scaled.grad_scale = torch.tensor(8.0)
-        scaled.found_inf = torch.tensor(float(step == 5))
-        p.grad = gradient * 8
-        scaled.step()
-        if step != 5:
-            expected.grad = gradient
-            plain.step()
-    torch.testing.assert_close(p, expected)
 
 
 def test_the_page_has_the_numbers_that_were_measured():

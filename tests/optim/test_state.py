@@ -1,7 +1,6 @@
 """State and checkpoints: shapes, dtypes, AdamW in and out, and every refusal."""
 
 import copy
-import io
 import itertools
 import re
 
@@ -12,7 +11,7 @@ from torch import nn
 from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard, to_adam_state_dict
 from coupled_adam.optim.options import OPTIONS
 from coupled_adam.optim.state import entries
-from optim.cases import CASES, LEAN, optimizer_of
+from optim.cases import CASES, LEAN, optimizer_of, take_steps, through_disk
 
 V, H = 13, 5
 TO_ADAM = {CoupledAdam: torch.optim.Adam, CoupledAdamW: torch.optim.AdamW}
@@ -21,25 +20,6 @@ TO_ADAM = {CoupledAdam: torch.optim.Adam, CoupledAdamW: torch.optim.AdamW}
 def matrix(seed=0, shape=(V, H), dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-
-
-def take_steps(optimizer, seeds, vocab_dim=None):
-    """Random gradients; with a dimension, of its first token none."""
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for group in optimizer.param_groups:
-            for p in filter(lambda p: p.requires_grad, group["params"]):
-                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-                if vocab_dim is not None:
-                    p.grad.select(vocab_dim, 0).zero_()
-        optimizer.step()
-
-
-def through_disk(state_dict):
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True}], ids=str)

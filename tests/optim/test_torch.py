@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import pickle
 import shutil
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, param_groups
 from coupled_adam.optim.options import OPTIONS
-from decoders import assert_same_parameters
 
 PAIRS = [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
 pairs = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
@@ -131,21 +129,6 @@ def test_grad_scaler(fused, unscaled, rule):
         loss_of(control, 9).backward()
         scaler.step(optimizer)
         torch.testing.assert_close(model.embed.weight.grad, control.embed.weight.grad)
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_continue_alike(copier):
-    """LEAN has sums under way, and what groups that arrive later are given."""
-    model = tiny_model()
-    optimizer = CoupledAdamW(param_groups(model, LEAN), second_moment_scale=0.5)
-    train(model, optimizer, 3)
-    twin, twin_optimizer = copier((model, optimizer))
-    train(model, optimizer, 3, start=3)
-    train(twin, twin_optimizer, 3, start=3)
-    assert_same_parameters(model, twin)
-    new = nn.Parameter(torch.zeros(2, 2))
-    twin_optimizer.add_param_group({"params": [new], "param_names": ["new"]})
-    assert twin_optimizer.param_groups[-1]["second_moment_scale"] == 0.5
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -234,35 +234,28 @@ def test_the_rest_is_optax_adamw():
     close(actual["head"]["kernel"].T, truth[1].embeddings)
 
 
-def warmup(t):
-    """A rate that begins with 0 and has jumps."""
-    return jnp.array([0, 1e-3, 1e-2, 3e-3])[jnp.minimum(t // 3, 3)]
+def rate(t):
+    """A schedule that begins with 0, jumps, and drops by more than float16 holds."""
+    return jnp.array([0, 1e-3, 1e-2, 1e-8])[jnp.minimum(t // 4, 3)]
 
 
-def test_zero_sum_under_a_schedule():
-    """What is given back is what a step moved the mean by, at the rate of that step."""
-    for options in LEAN, {"zero_sum": True}:
-        tx = coupled_adamw(warmup, b2=0.9, labels="coupled", weight_decay=0.0, **options)
-        params, state = train(tx, jnp.asarray(matrix()), map(jnp.asarray, gradients()))
-        truth = expected(lr=lambda t: float(warmup(t)), **options)
-        close(params, truth.embeddings)
-        close(moments(state).mean_update, truth.d)
+@pytest.mark.parametrize("options", [LEAN, {"zero_sum": True}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(jnp.float64, 1e-12), (jnp.float16, 0.02), (jnp.bfloat16, 0.1)],
+    ids=str,
+)
+def test_zero_sum_under_a_schedule(dtype, tolerance, options):
+    """What is given back is what a step moved the mean by, at the rate of that step.
 
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=str)
-def test_a_rate_that_drops_in_half_precision(dtype):
-    """By more than float16 holds, with a wrapper that demands updates in the gradients' dtype."""
-
-    def rate(t):
-        return jnp.where(t < 12, 1e-2, 1e-8)
-
-    tx = coupled_adamw(rate, b2=0.9, labels="coupled", weight_decay=0.0, **LEAN)
-    params = jnp.asarray(matrix(), dtype)
+    Also with a wrapper that demands updates in the gradients' dtype.
+    """
+    tx = coupled_adamw(rate, b2=0.9, labels="coupled", weight_decay=0.0, **options)
     grads = [jnp.asarray(g, dtype) for g in gradients()]
-    params, _ = train(optax.apply_if_finite(tx, 0), params, grads)
+    params, _ = train(optax.apply_if_finite(tx, 0), jnp.asarray(matrix(), dtype), grads)
     assert params.dtype == dtype
-    truth = expected(lr=lambda t: float(rate(t)), **LEAN)
-    close(params.astype(float), truth.embeddings, 0.02 if dtype == jnp.float16 else 0.1)
+    truth = expected(lr=lambda t: float(rate(t)), **options)
+    close(params.astype(float), truth.embeddings, tolerance)
 
 
 def test_muon():
@@ -344,13 +337,24 @@ def test_injected_hyperparameters(options):
 
 
 def test_invalid_options():
+    with pytest.warns(UserWarning, match="labels couple no parameter"):
+        coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
     for matrix_of_labels in ("coupled", "copuled"):
         with pytest.raises(ValueError, match=r"couple params\['wte'\] of shape \[3\]|copuled"):
             coupled_adamw(1e-3, labels={"wte": matrix_of_labels}).init({"wte": np.zeros(3)})
-    with pytest.raises(ValueError, match=r"Invalid row_exponent: 1.5"):
-        scale_by_coupled_adam(row_exponent=1.5)
-    with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, .*= 0.9809"):
-        scale_by_coupled_adam(0.99, 0.95, row_exponent=0.75)
+    for make, options, message in (
+        (scale_by_coupled_adam, {"row_exponent": 1.5}, r"Invalid row_exponent: 1.5"),
+        (
+            scale_by_coupled_adam,
+            {"b1": 0.99, "b2": 0.95, "row_exponent": 0.75},
+            r"Invalid betas: \(0.99, .*= 0.9809",
+        ),
+        (lean_adamw, {"steps": 100, "lr_factor": 2.0}, "give only one"),
+        *((lean_adamw, {"steps": bad}, "Invalid steps") for bad in (0, -1, 2.5, True)),
+        (lean_adamw, {"lr_factor": 0.0}, "Invalid lr_factor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**options, **({"learning_rate": 1e-2} if make is lean_adamw else {}))
     tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(1e-3, labels="coupled")
     with pytest.raises(
         TypeError, match=r"Invalid row_exponent: .*add 'row_exponent' to static_arg"
@@ -442,32 +446,12 @@ def test_embeddings_are_found():
         embedding_labels(tables)
     with pytest.warns(UserWarning, match="labels couple no parameter"):
         lean_adamw(1e-2).init({"a": zeros((H, H))})
-    with pytest.raises(ValueError, match="give only one"):
-        lean_adamw(1e-2, steps=100, lr_factor=2.0)
-    for bad in (0, -1, 2.5, True):
-        with pytest.raises(ValueError, match="Invalid steps"):
-            lean_adamw(1e-2, steps=bad)
-    with pytest.raises(ValueError, match="Invalid lr_factor"):
-        lean_adamw(1e-2, lr_factor=0.0)
 
 
 class Value(NamedTuple):
     """A leaf in a leaf, as in the states of flax's nnx."""
 
-    value: jax.Array
-
-
-def test_embeddings_in_a_state_of_nnx():
-    zeros = jnp.zeros
-    params = {
-        "wte": {"embedding": Value(zeros((V, H)))},
-        "lm_head": {"kernel": Value(zeros((H, V)))},
-    }
-    params["layers"] = {0: {"mlp": {"kernel": Value(zeros((H, 2 * V)))}}}
-    labels = embedding_labels(params)
-    assert labels["wte"]["embedding"].value == "coupled"
-    assert labels["lm_head"]["kernel"].value == "coupled_columns"
-    assert labels["layers"][0]["mlp"]["kernel"].value == "adamw"
+    value: Any
 
 
 def decoder_params(v, h, inner, head):
@@ -482,15 +466,17 @@ def decoder_params(v, h, inner, head):
     }
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, Value], ids=["", "nnx"])
 @pytest.mark.parametrize(("h", "inner"), [(H, 2 * H), (H, V), (V, 2 * V), (V, V)])
-def test_hidden_layers_are_no_heads(h, inner):
+def test_hidden_layers_are_no_heads(h, inner, wrap):
     """Whatever they lie in, and though they may be as wide as the vocabulary; a head says so."""
     for head in ("logits_dense", "lm_head"):
-        found = embedding_labels(decoder_params(V, h, inner, head))
+        found = embedding_labels(jax.tree.map(wrap, decoder_params(V, h, inner, head)))
         names = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(found)}
+        value = ".value" if wrap is Value else ""
         assert {k: label for k, label in names.items() if label != "adamw"} == {
-            "['token_embedder']['embedding']": "coupled",
-            f"['decoder']['{head}']['kernel']": "coupled_columns",
+            f"['token_embedder']['embedding']{value}": "coupled",
+            f"['decoder']['{head}']['kernel']{value}": "coupled_columns",
         }
     params = decoder_params(V, h, inner, "out")  # which says nothing where V is a width
     if V in (h, inner):
@@ -498,11 +484,6 @@ def test_hidden_layers_are_no_heads(h, inner):
             embedding_labels(params)
     else:
         assert embedding_labels(params)["decoder"]["out"]["kernel"] == "coupled_columns"
-
-
-def test_nothing_coupled():
-    with pytest.warns(UserWarning, match="labels couple no parameter"):
-        coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
 
 
 def test_needs_no_torch(frameworks_in_processes):
@@ -562,7 +543,7 @@ def in_scan(axis_type, mesh_shape, spec):
         params = jax.device_put(matrix(), jax.sharding.NamedSharding(mesh, partition(*spec)))
         split = jax.sharding.NamedSharding(mesh, partition(None, *spec))
         grads = jax.device_put(np.stack(gradients()), split)
-        for options in OPTIONS:
+        for options, compiled in (({}, True), (LEAN, False), (LEAN, True), (OPTIONS[-1], False)):
             tx = optimizer(**options)
 
             def step(carry, g, tx=tx):
@@ -570,12 +551,12 @@ def in_scan(axis_type, mesh_shape, spec):
                 updates, state = tx.update(g, state, params)
                 return (optax.apply_updates(params, updates), state), None
 
-            for init in (tx.init, jax.jit(tx.init)):
-                (trained, _), _ = jax.jit(functools.partial(jax.lax.scan, step))(
-                    (params, init(params)), grads
-                )
-                close(trained, expected(**options).embeddings)
-                assert trained.sharding.is_equivalent_to(params.sharding, 2)
+            init = jax.jit(tx.init) if compiled else tx.init
+            (trained, _), _ = jax.jit(functools.partial(jax.lax.scan, step))(
+                (params, init(params)), grads
+            )
+            close(trained, expected(**options).embeddings)
+            assert trained.sharding.is_equivalent_to(params.sharding, 2)
 
 
 CASES |= {

@@ -1,4 +1,7 @@
-"""Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
+"""Each framework's own code builds the optimizer, which updates as one made of ``param_groups``.
+
+``test_trainers.py`` has those whose trainers run on a CPU.
+"""
 
 import copy
 import importlib.util
@@ -52,19 +55,6 @@ def assert_as_param_groups(model, optimizer, weight_decay, embeddings="coupled")
     updates(control, CoupledAdamW(groups, **OPTIONS))
     for (name, p), q in zip(model.named_parameters(), control.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def test_litgpt():
-    """As in its pretrain.py: a plain list of parameters."""
-    litgpt = pytest.importorskip("litgpt")
-    from litgpt.utils import instantiate_torch_optimizer
-
-    sizes = {"padded_vocab_size": V, "n_layer": 1, "n_head": 2, "n_embd": H, "block_size": 8}
-    model = litgpt.GPT(litgpt.Config(**sizes))
-    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}
-    spelled = {"class_path": "coupled_adam.CoupledAdamW", "init_args": options}
-    optimizer = instantiate_torch_optimizer(spelled, model.parameters(), fused=None)
-    assert_as_param_groups(model, optimizer, 0.0, "lean")
 
 
 def test_torchtitan():
@@ -125,6 +115,7 @@ def test_olmo_core_finds_the_matrices():
     """Tied models have no head of their own, and a stage may have neither."""
     pytest.importorskip("olmo_core.optim")
     from olmo_core.nn.transformer import TransformerConfig
+    from olmo_core.optim import OptimConfig
 
     from coupled_adam.integrations.olmo_core import CoupledAdamWConfig, coupled_matrices
 
@@ -146,33 +137,7 @@ def test_olmo_core_finds_the_matrices():
     last.embeddings = middle.embeddings = middle.lm_head = None
     assert coupled(last) == ["lm_head.w_out.weight"]
     assert coupled(middle) == []
-
-
-def test_olmo_core():
-    """Its configuration of an optimizer; test_trainers.py has its trainer."""
-    pytest.importorskip("olmo_core.optim")
-    from olmo_core.nn.transformer import TransformerConfig
-    from olmo_core.optim import OptimConfig
-
-    from coupled_adam.integrations.olmo_core import CoupledAdamWConfig, coupled_matrices
-
-    model = TransformerConfig.llama_like(d_model=H, vocab_size=V, n_layers=1, n_heads=2).build()
-    config = CoupledAdamWConfig(lr=1e-2, weight_decay=0.0)
-    config.group_overrides = [coupled_matrices("lean")]
-    assert_as_param_groups(model, config.build(model), 0.0, "lean")
     assert OptimConfig.get_registered_class("coupled_adamw") is CoupledAdamWConfig
-
-
-def test_llama_factory():
-    pytest.importorskip("llamafactory.v1.plugins.trainer_plugins.optimizer")
-    from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
-
-    import coupled_adam.integrations.llama_factory  # noqa: F401
-
-    model = Decoder()
-    config = {"name": "coupled_adamw", **OPTIONS, "weight_decay": 0.3, "embeddings": "lean"}
-    optimizer = OptimizerPlugin("coupled_adamw")(model, config)
-    assert_as_param_groups(model, optimizer, 0.3, "lean")
 
 
 def test_axolotl(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import LEAN, CoupledAdamW, param_groups
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ V, H, STEPS = len(WORDS), 32, 2
 TEXTS = ["a b c d e f", "f e d c b a", "g h i j k l", "m l k j i h"] * 4
 
 
-def save_tokenizer(folder):
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,9 +33,7 @@ def save_tokenizer(folder):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, chat_template=template, **special
-    ).save_pretrained(folder)
+    return PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **special)
 
 
 def save_llama(folder):
@@ -47,7 +45,7 @@ def save_llama(folder):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512}
     tokens = {"vocab_size": V, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(**size, **heads, **tokens)).save_pretrained(folder)
-    save_tokenizer(folder)
+    tokenizer().save_pretrained(folder)
 
 
 def save_chats(path, content):
@@ -244,7 +242,7 @@ def llama_factory(folder):
     batching_workers: 0
     bf16: false
     enable_activation_checkpointing: false
-    optim_config: {{name: coupled_adamw, lr: 1.0e-2, embeddings: lean}}
+    optim_config: {{name: coupled_adamw, lr: 1.0e-2, weight_decay: 0.3, embeddings: lean}}
     """)
     sys.argv[1:] = ["sft", str(folder / "config.yaml")]
     runpy.run_module("coupled_adam.integrations.llama_factory", run_name="__main__")
@@ -279,11 +277,6 @@ if __name__ == "__main__":
     steps = []
     register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
     name, folder = sys.argv.pop(1), Path(sys.argv.pop(1))
-    if name == "prepare":
-        save_llama(folder / "model")
-        save_chats(folder / "data.jsonl", str)
-        save_chats(folder / "texts.jsonl", lambda text: [{"type": "text", "value": text}])
-        sys.exit()
     globals()[name](folder)
     # The last word: LEAN has taken all steps, and nothing else has taken any.
     # OLMo-core first saves the state, and torch creates it by a step with a learning rate of 0.
@@ -295,10 +288,14 @@ if __name__ == "__main__":
     assert isinstance(optimizer, CoupledAdamW)
     core = "bitsandbytes" if name == "ms_swift" else "builtins"  # None's
     assert type(optimizer.core).__module__.startswith(core)
-    coupled = [p for group in optimizer.param_groups if group["coupled"] for p in group["params"]]
+    groups = [group for group in optimizer.param_groups if group["coupled"]]
+    coupled = [p for group in groups for p in group["params"]]
     assert [tuple(p.shape) for p in coupled] == [(V, H)] * 2
+    lean = {name: LEAN[name] for name in ("betas", "row_exponent", "zero_sum")}
+    assert all(lean.items() <= group.items() for group in groups)
+    if name == "llama_factory":
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.3}
     for p in coupled:
-        shapes = {name: tuple(value.shape) for name, value in optimizer.state[p].items()}
-        assert shapes["exp_avg_sq"] == (H,), shapes
-        assert shapes["row_exp_avg_sq"] == (V,), shapes
-        assert "exp_avg" not in shapes
+        shapes = {key: tuple(value.shape) for key, value in optimizer.state[p].items()}
+        expected = {"step": (), "exp_avg_sq": (H,), "row_exp_avg_sq": (V,), "mean_update": (H,)}
+        assert shapes == expected

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from study import finals
-from study.questions import FINAL_SETTINGS, SETTINGS
+from study.questions import FINAL_SETTINGS, HELD_OUT_SETTINGS, SETTINGS
 from study.rate import settings, settings_of_the_finals
 from study.rows import Line
 
@@ -594,6 +594,24 @@ def test_low_rates_in_small_batches():
         ("formula", "512 low limit later x1"), ("formula", "512 limit later x1"), "valid"
     )
     said("it is # above (one seed)", third, page=RATE)
+
+
+def test_the_rule_in_settings_that_it_was_not_read_from():
+    gains = [
+        np.mean(
+            differences(
+                *(("held_out_rates", f"{setting} C={c}") for c in (30_000, 42_426)), "valid"
+            )
+        )
+        for setting in HELD_OUT_SETTINGS
+    ]
+    said("edition is # lower with 42,426 / steps", np.mean(gains), page=RATE)
+    in_thirteen = mean_cost((42_426, 16), settings_of_the_finals())
+    in_thirteen -= mean_cost((30_000, 16), settings_of_the_finals())
+    said("42,426 costs # more in the thirteen", in_thirteen, page=RATE)
+    in_all = (13 * in_thirteen - sum(gains)) / 15
+    assert in_all > 0
+    said("over all fifteen 30,000 costs # less", in_all, page=RATE)
 
 
 def test_when_zero_sum_updates_begin():

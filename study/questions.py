@@ -40,10 +40,9 @@ FAST = "head:FAST"
 FIRST_LEAN = "table_rules:PLAIN_DELAYED"
 
 
-def _variant(module: str, name: str, *numbers: float) -> str:
-    """The variant of some numbers: that of 1 and 0.25 is ``NAME_1_025``."""
-    words = [name, *(f"{number:g}" for number in numbers)]
-    return f"{module}:{'_'.join(words).replace('.', '').upper()}"
+def _variant(module: str, *words: float | str) -> str:
+    """The variant of a name and numbers: that of 1 and 0.25 is ``NAME_1_025``."""
+    return f"{module}:{'_'.join(map(str, words)).replace('.', '').upper()}"
 
 
 def _scale() -> dict[str, Entry]:
@@ -95,17 +94,25 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
     }
 
 
+def _entry(
+    n: int,
+    betas: tuple[float, float],
+    overrides: Mapping[str, Any],
+    variant: str,
+    arm: Mapping[str, Any] = ADAMW,
+) -> Entry:
+    """An arm whose embeddings have betas of their own, and 2^(n/2) times the core's rate."""
+    own = {"beta1": betas[0], "beta2": betas[1], "lr_factor": 2 ** (n / 2)}
+    return Entry({**arm, **own}, overrides, variant)
+
+
 def _betas(
     settings: Iterable[tuple[str, tuple[float, float], int]], **overrides: Any
 ) -> dict[str, Entry]:
     """By arm, the embeddings' betas, and n: they learn 2^(n/2) times as fast as the rest."""
     return {
-        f"{arm} {beta1:g} {beta2:g} n={n}": Entry(
-            {**ARMS[arm], "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
-            overrides,
-            FAST,
-        )
-        for arm, (beta1, beta2), n in settings
+        f"{arm} {betas[0]:g} {betas[1]:g} n={n}": _entry(n, betas, overrides, FAST, ARMS[arm])
+        for arm, betas, n in settings
     }
 
 
@@ -140,23 +147,10 @@ RULES: dict[str, tuple[float, float]] = {
 def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
     """Embeddings updated by a rule at 2^(n/2) times the core's rate, by the rule's name."""
     return {
-        f"{rule} n={n}": Entry(
-            {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
-            overrides,
-            "table_rules:" + rule.replace(" ", "_").upper(),
-        )
+        f"{rule} n={n}": _entry(n, RULES[rule], overrides, _variant("table_rules", *rule.split()))
         for rule, ns in factors.items()
-        for beta1, beta2 in (RULES[rule],)
         for n in ns
     }
-
-
-def _peer(
-    rule: str, beta1: float, beta2: float, n: int, overrides: Mapping[str, Any]
-) -> dict[str, Entry]:
-    """A rule of :mod:`study.peers`."""
-    options = {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)}
-    return {f"{rule} {beta1:g} {beta2:g} n={n}": Entry(options, overrides, _variant("peers", rule))}
 
 
 def _peers(**overrides: Any) -> dict[str, Entry]:
@@ -172,10 +166,11 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
         "columns": (*((0.0, 0.95, n) for n in (0, 2, 4)), (0.9, 0.95, 2)),
     }
     peers = {
-        name: entry
+        f"{rule} {beta1:g} {beta2:g} n={n}": _entry(
+            n, (beta1, beta2), overrides, _variant("peers", rule)
+        )
         for rule, tried in settings.items()
         for beta1, beta2, n in tried
-        for name, entry in _peer(rule, beta1, beta2, n, overrides).items()
     }
     without_mean = _betas([("adamw", (0.0, 0.999), 5)], **overrides)
     return peers | {
@@ -531,15 +526,14 @@ BESIDE = {"x1": 1.0, "x0.71": 2**-0.5, "x1.4": 2**0.5}
 
 def _rivals() -> dict[str, Entry]:
     """AdamW at 0, 0.999 and LEAN with decayed embeddings, at their best factors and beside them."""
-    arms = {"adamw 0 0.999": WITHOUT_MOMENTUM, "lean2 0 0.99": {**LEAN2, "beta2": 0.99}}
     return {
         f"{setting} {arm} decay=0.02 {times}": Entry(
-            {**options, **DECAY, "lr_factor": factor * multiple},
+            {**FINAL_ARMS[arm][0], **DECAY, "lr_factor": factor * multiple},
             FINAL_SETTINGS[setting].overrides,
             FAST,
         )
         for setting, factors in CHOSEN.items()
-        for (arm, options), factor in zip(arms.items(), factors)
+        for arm, factor in zip(("adamw 0 0.999", "lean2 0 0.99"), factors)
         for times, multiple in BESIDE.items()
     }
 
@@ -777,9 +771,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     # One moment for each row, without LEAN's for each column, at LEAN's n
     "row_moments": {
-        f"{setting} {name}": entry
+        f"{setting} row_moment 0 0.99 n={n}": _entry(n, (0.0, 0.99), overrides, "peers:ROW_MOMENT")
         for setting, (overrides, _, n) in SETTINGS.items()
-        for name, entry in _peer("row_moment", 0.0, 0.99, n, overrides).items()
     },
     "ember_and_free": {
         f"{setting} {name}": entry

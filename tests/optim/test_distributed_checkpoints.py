@@ -81,16 +81,17 @@ class Replicated(Layout):
         return DistributedDataParallel(model, process_group=self.group)
 
 
-def save(pair, folder, group=None):
-    model, optimizer = get_state_dict(*pair)
+def save(pair, folder, group=None, options=None):
+    model, optimizer = get_state_dict(*pair, options=options)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, process_group=group)
 
 
-def load(pair, folder, group=None):
-    model, optimizer = get_state_dict(*pair)
+def load(pair, folder, group=None, options=None):
+    model, optimizer = get_state_dict(*pair, options=options)
     state = {"model": model, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=folder, process_group=group)
-    set_state_dict(*pair, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(*pair, **loaded, options=options)
 
 
 def switch(pair, folder, group=None):
@@ -259,24 +260,17 @@ def whole_state_dicts(layouts, folder):
 
 def flattened_state_dicts(layouts, folder):
     """With a key for each state and option of each parameter, as torchtitan saves."""
-    expected = uninterrupted()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     if layouts["2"].here:
         pair = fresh(layouts["2"], seed=0)
         train(*pair, range(HALF))
-        model, optimizer = get_state_dict(*pair, options=options)
-        state, group = {"model": model, **optimizer}, layouts["2"].group
-        dcp.save(state, checkpoint_id=folder / "flat", process_group=group)
+        save(pair, folder / "flat", layouts["2"].group, options)
     dist.barrier()
     if layouts["3"].here:
         pair = fresh(layouts["3"])
-        model, optimizer = get_state_dict(*pair, options=options)
-        state, group = {"model": model, **optimizer}, layouts["3"].group
-        dcp.load(state, checkpoint_id=folder / "flat", process_group=group)
-        set_model_state_dict(pair[0], state.pop("model"))
-        set_optimizer_state_dict(*pair, state, options=options)
+        load(pair, folder / "flat", layouts["3"].group, options)
         train(*pair, range(HALF, END))
-        assert_same_training(expected, pair)
+        assert_same_training(uninterrupted(), pair)
 
 
 def bfloat16(layouts, folder):

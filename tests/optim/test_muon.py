@@ -255,22 +255,15 @@ def test_the_number_of_steps_chooses_leans_rate():
         ({"adam_lr": "3e-4"}, "Invalid adam_lr: '3e-4' .*not text"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
         ({"steps": 2400}, "steps=2400 is for embeddings='lean'"),
+        ({"params": ()}, r"needs the model .* or vocab_size="),
+        ({"params": (), "vocab_size": V, "head_lr": 0.1}, "head_lr: only with a model"),
+        ({"params": (), "vocab_size": V + 1}, r"vocab_size=13: .*this size: none"),
+        ({"params": (), "vocab_size": V, "adamw": "nothing*"}, r"adamw='nothing\*' matches no"),
     ],
 )
 def test_errors(options, message):
-    with pytest.raises(ValueError, match=message):
-        MuonWithCoupledAdam(decoder(tied=True), lr=0.02, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({}, ValueError, r"needs the model .* or vocab_size="),
-        ({"vocab_size": V, "head_lr": 0.1}, TypeError, "head_lr: only with a model"),
-        ({"vocab_size": V + 1}, ValueError, r"vocab_size=13: .*this size: none"),
-        ({"vocab_size": V, "adamw": "nothing*"}, ValueError, r"adamw='nothing\*' matches no"),
-    ],
-)
-def test_errors_of_a_list(options, error, message):
-    with pytest.raises(error, match=message):
-        MuonWithCoupledAdam(decoder().named_parameters(), **options)
+    """Of a model, or of its parameters."""
+    model = decoder(tied="params" not in options)
+    params = {"params": model.named_parameters() if "params" in options else model}
+    with pytest.raises((ValueError, TypeError), match=message):
+        MuonWithCoupledAdam(**{"lr": 0.02, **options, **params})

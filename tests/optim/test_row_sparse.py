@@ -404,24 +404,6 @@ def test_refused_before_anything_moves(options, message):
 # --- checkpoints ---
 
 
-def test_to_dense_gradients_and_back():
-    """The state of either goes on with the other, as if all had been of one kind."""
-    expected = table(dtype=torch.float64)
-    optimizer = CoupledAdamW([expected], **SPARSE)
-    all_gradients = gradients(dtype=torch.float64)
-    steps(optimizer, expected, map(dense, all_gradients))
-    p = table(dtype=torch.float64)
-    kept = None
-    for is_dense, (start, stop) in zip((False, True, False), ((0, 3), (3, 6), (6, 10))):
-        optimizer = CoupledAdamW([p], **SPARSE)
-        if kept:
-            optimizer.load_state_dict(kept)
-        part = all_gradients[start:stop]
-        steps(optimizer, p, map(dense, part) if is_dense else part)
-        kept = optimizer.state_dict()
-    torch.testing.assert_close(p, expected, rtol=0, atol=1e-13)
-
-
 def test_to_options_that_move_all_rows():
     """r decays on the way."""
     p, q = table(dtype=torch.float64), table(dtype=torch.float64)

@@ -16,12 +16,12 @@
 #define PARTS (LINE / LANES)           /* as many of them hold a cache line: 2 for bfloat16, otherwise 1 */
 #define PIECES (64 / VECTOR_BYTES)     /* vectors of each */
 #define VECTORS (PARTS * PIECES)
+#define LANES_OF_ROWS (ROWS * PIECES)
 
 typedef WIDE NAME(Vector) __attribute__((vector_size(VECTOR_BYTES)));
 typedef WIDE NAME(Unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
 typedef uint32_t NAME(Bits) __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t NAME(UnalignedBits) __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-typedef int32_t NAME(SignedBits) __attribute__((vector_size(VECTOR_BYTES)));
 #define VECTOR NAME(Vector)
 #define BITS NAME(Bits)
 
@@ -42,17 +42,15 @@ ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int vector) {
 #endif
 }
 
-/* Round to nearest, ties to even; or, with `noise`, stochastically. */
+/* Round to nearest, ties to even; or, with `noise`, stochastically. A NaN stays one: the lower half of
+ * those of bfloat16, and of those that arithmetic makes, is 0, so that nothing is carried. */
 ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS *noise) {
 #if IS_BFLOAT16
     BITS rounded[VECTORS];
     for (int vector = 0; vector < VECTORS; vector++) {
         const BITS bits = (BITS)values[vector];
         const BITS added = noise ? noise[vector] >> 16 : 0x7fff + ((bits >> 16) & 1);
-        /* All ones for NaN, which a carry could turn into another number. (The compiler would compare
-         * vectors one number at a time.) */
-        const BITS nan = (BITS)((NAME(SignedBits))(0x7f800000 - (bits & 0x7fffffff)) >> 31);
-        rounded[vector] = ((bits + added) & ~nan) | (0x7fc00000 & nan);
+        rounded[vector] = bits + added;
     }
     for (int piece = 0; piece < PIECES; piece++)
         ((NAME(UnalignedBits) *)line)[piece] =
@@ -79,7 +77,6 @@ static T NAME(narrow)(WIDE x) {
 #if IS_BFLOAT16
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0; /* NaN */
     return (T)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 #else
     return x;
@@ -131,7 +128,7 @@ typedef struct {
     WIDE *sums;                   /* the columns' sums of squares, over some rows */
     const WIDE *step_size;
     /* Of LEAN. */
-    VECTOR squares[2][ROWS][PIECES]; /* the sums of the next rows' squares, and their moments', in lanes */
+    VECTOR squares[2 * LANES_OF_ROWS]; /* the sums of the next rows' squares, and their moments', in lanes */
     WIDE *vectors;                   /* over the columns, a cache line of each after the other */
     WIDE rate[ROWS];                 /* of the row: its weight times lr, and without momentum times factor */
     WIDE moves[ROWS];                /* 1, or 0 for a row that must not move */
@@ -316,7 +313,7 @@ typedef struct {
     T *no_row, *no_param;    /* zeros, and what stands for a missing row of what is written */
     double *total;           /* sums over all rows */
     int64_t active;          /* LEAN's rows that move */
-    double rho, limit_share; /* of LEAN; the latter times a row's sum in the columns' units is its q */
+    double per_rho, limit_share; /* of LEAN; times r is r / rho, and times a row's sum in units is its q */
     GROUP group;
 } NAME(Work);
 
@@ -350,7 +347,7 @@ static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run) {
         if (!work->is_update) continue;
         const int64_t at = is_row ? NAME(row_of_table)(u, row) : 0;
         group->rows[PARAM][r] = is_row ? (T *)u->param + at * u->param_stride : work->no_param;
-        group->key[r] = mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key);
+        if (u->stochastic) group->key[r] = mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key);
     }
 }
 
@@ -426,16 +423,19 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
 #define OF(kind) (VECTORS_OF_LEAN * LINE * (i / LINE) + (kind) * LINE)
 
 /* Add the squares of a vector of the next row, and those of its moment after the step (or without one,
- * of the gradient) in the columns' units. */
+ * of the gradient) in the columns' units. A column's unit is squared apart from the moment, which takes
+ * one operation for all rows, and times UNIT, so that the square does not overflow for any nu. */
+#define UNIT 0x1p-12f
 ALWAYS_INLINE static void NAME(square_next)(const GROUP *group, const NAME(Lerp) *lerp,
-                                            VECTOR (*squares)[ROWS][PIECES], VECTOR scale, int64_t i,
+                                            VECTOR *squares, VECTOR scale, int64_t i,
                                             const int r, const int v, const int moment) {
     const VECTOR gradient = NAME(load)(group->rows[NEXT][r] + i, v);
     VECTOR m = gradient;
     if (moment) m = NAME(lerp)(lerp, NAME(load)(group->rows[NEXT_MOMENT][r] + i, v), gradient);
-    m *= scale;
-    squares[0][r][v % PIECES] += gradient * gradient;
-    squares[1][r][v % PIECES] += m * m;
+    VECTOR *lanes = squares + r * PIECES + v % PIECES;
+    lanes[0] += gradient * gradient;
+    scale *= UNIT;
+    lanes[LANES_OF_ROWS] += m * m * (scale * scale);
 }
 
 ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restrict vectors,
@@ -445,8 +445,16 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
     const WIDE decay = (WIDE)u->decay;
     /* Rows of a table that are touched do not lie side by side; see lean_go_to_next. */
     const int64_t param_ahead = u->touched == NULL ? LEAN_AHEAD : 0;
-    VECTOR next_squares[2][ROWS][PIECES];
-    memcpy(next_squares, group->squares, sizeof next_squares);
+    /* In copies, which the compiler keeps in registers: stores could change the group. */
+    T *grads[ROWS], *nexts[ROWS], *params[ROWS];
+    WIDE rates[ROWS], moves[ROWS];
+    VECTOR next_squares[2 * LANES_OF_ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        grads[r] = group->rows[GRAD][r], nexts[r] = group->rows[NEXT][r];
+        params[r] = group->rows[PARAM][r];
+        rates[r] = group->rate[r], moves[r] = group->moves[r];
+    }
+    for (int i = 0; i < 2 * LANES_OF_ROWS; i++) next_squares[i] = group->squares[i];
     for (int64_t i = 0; i < count; i += LINE) {
         VECTOR updates[VECTORS], squares[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
@@ -454,9 +462,9 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
             squares[v] = ((const VECTOR *)(vectors + OF(SQUARES)))[v];
         }
         for (int r = 0; r < ROWS; r++) {
-            const T *g = group->rows[GRAD][r] + i, *next = group->rows[NEXT][r] + i;
+            const T *g = grads[r] + i, *next = nexts[r] + i;
             const T *m = moment ? group->rows[MOMENT][r] + i : g;
-            T *p = group->rows[PARAM][r] + i;
+            T *p = params[r] + i;
             PREFETCH(next, LEAN_AHEAD);
             PREFETCH(p, param_ahead);
             if (moment) {
@@ -468,10 +476,10 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
                 const VECTOR scale = ((const VECTOR *)(vectors + OF(SCALE)))[v];
                 const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
                 const VECTOR gradient = NAME(load)(g, v);
-                const VECTOR update = group->rate[r] * (scale * NAME(load)(m, v));
+                const VECTOR update = rates[r] * (scale * NAME(load)(m, v));
                 updates[v] += update;
                 squares[v] += gradient * gradient;
-                values[v] = decay * NAME(load)(p, v) - (update - group->moves[r] * mean);
+                values[v] = decay * NAME(load)(p, v) - (update - moves[r] * mean);
                 NAME(square_next)(group, &lerp, next_squares, scale, i, r, v, moment);
             }
             const uint32_t column = u->noise_column + (uint32_t)(start + i);
@@ -482,7 +490,7 @@ ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restri
             ((VECTOR *)(vectors + OF(SQUARES)))[v] = squares[v];
         }
     }
-    memcpy(group->squares, next_squares, sizeof next_squares);
+    for (int i = 0; i < 2 * LANES_OF_ROWS; i++) group->squares[i] = next_squares[i];
 }
 
 #define LEAN_COLUMNS(name, moment, stochastic)                                               \
@@ -494,31 +502,6 @@ LEAN_COLUMNS(lean_columns, 0, 0)
 LEAN_COLUMNS(lean_stochastically_columns, 0, 1)
 LEAN_COLUMNS(lean_moment_columns, 1, 0)
 LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
-
-/* A row's weight from its squares, and the new r; or the weight that is given. It is 0 for a row that
- * does not move. */
-static WIDE NAME(lean_weight)(NAME(Work) *work, int64_t row, const int group_row) {
-    const Update *u = work->share->update;
-    if (u->row_exp_avg_sq == NULL) return ((const WIDE *)u->weights)[row];
-    const int64_t at = NAME(row_of_table)(u, row);
-    WIDE *r = (WIDE *)u->row_exp_avg_sq + at;
-    double old = *r;
-    if (u->row_step != NULL) { /* r has not decayed since the row's last gradient */
-        const int is_finite = !isinf(old);
-        work->active -= old != 0 && is_finite; /* counted before */
-        const int32_t steps = u->step - 1 - u->row_step[at];
-        if (steps > 0 && is_finite) old *= exp(steps * u->log_beta2);
-        u->row_step[at] = u->step;
-    }
-    const double squares = NAME(add_lanes)(work->group.squares[0][group_row]);
-    *r = (WIDE)(u->beta2 * old + (u->row_share == 0 ? 0 : u->row_share * squares));
-    if (*r == 0 || isinf(*r)) return 0;
-    const WIDE weight = NAME(power)((WIDE)(*r / u->row_correction / work->rho), u->exponent);
-    const double q = work->limit_share * NAME(add_lanes)(work->group.squares[1][group_row]);
-    const double limit = u->largest_step / sqrt(q); /* infinite without a gradient */
-    if (isinf(q)) work->active += u->row_step != NULL; /* it counts, though it is left out of the step */
-    return weight > limit ? (WIDE)limit : weight;
-}
 
 /* log rho before its bias correction: the columns' mean distance from `center`, in log nu. */
 static double NAME(mean_log)(const Update *u, double center, double limit) {
@@ -539,20 +522,55 @@ static double NAME(rho)(const Update *u) {
     return exp(center + NAME(mean_log)(u, center, u->log_limit)) / u->nu_correction;
 }
 
-/* Go to rows, and take their weights from their squares. */
-static void NAME(lean_go_to)(NAME(Work) *work, int64_t row, int64_t run) {
+/* Update a row's r from its squares; return r / rho, or 0 for a row that does not move. */
+ALWAYS_INLINE static WIDE NAME(lean_row)(NAME(Work) *work, int64_t row, const int group_row) {
+    const Update *u = work->share->update;
+    const int64_t at = NAME(row_of_table)(u, row);
+    WIDE *r = (WIDE *)u->row_exp_avg_sq + at;
+    double old = *r;
+    if (u->row_step != NULL) { /* r has not decayed since the row's last gradient */
+        const int32_t steps = u->step - 1 - u->row_step[at];
+        const int is_finite = !isinf(old);
+        work->active -= old != 0 && is_finite; /* counted before */
+        if (steps > 0 && is_finite) old *= exp(steps * u->log_beta2);
+        u->row_step[at] = u->step;
+    }
+    const double squares = NAME(add_lanes)(work->group.squares + group_row * PIECES);
+    *r = (WIDE)(u->beta2 * old + (u->row_share == 0 ? 0 : u->row_share * squares));
+    return *r == 0 || isinf(*r) ? 0 : (WIDE)(*r * work->per_rho);
+}
+
+/* Go to rows, and take their weights from their squares, unless they are given; 0 does not move a row.
+ * Rows that move are counted; of a sparse gradient those that begin to. */
+static void NAME(lean_go_to)(NAME(Work) *work, int64_t first, int64_t run) {
     const Update *u = work->share->update;
     GROUP *group = &work->group;
-    NAME(go_to)(work, row, run);
-    for (int r = 0; r < ROWS; r++, row += run) {
-        const int is_row = row < work->share->last;
-        const WIDE weight = is_row ? NAME(lean_weight)(work, row, r) : 0;
+    const int is_given = u->row_exp_avg_sq == NULL;
+    WIDE weights[ROWS] = {0};
+    NAME(go_to)(work, first, run);
+    /* Two loops, as a row's roots take long, and then do not keep the next row waiting. */
+    for (int r = 0; r < ROWS && first + r * run < work->share->last; r++) {
+        const int64_t row = first + r * run;
+        weights[r] = is_given ? ((const WIDE *)u->weights)[row] : NAME(lean_row)(work, row, r);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        WIDE weight = weights[r];
+        if (weight != 0 && !is_given) {
+            const double q = work->limit_share * NAME(add_lanes)(group->squares + LANES_OF_ROWS + r * PIECES);
+            weight = NAME(power)(weight, u->exponent);
+            /* Compared as squares: few rows need the root. */
+            if ((double)weight * weight * q > u->largest_step * u->largest_step)
+                weight = (WIDE)(u->largest_step / sqrt(q));
+            /* A row of a table counts even if q overflows, and it is left out of the step. */
+            work->active += u->row_step != NULL && isinf(q);
+        }
+        work->active += weight != 0;
         group->rate[r] = (WIDE)(weight * u->lr * (u->exp_avg == NULL ? u->factor : 1));
         group->moves[r] = weight != 0;
-        work->active += weight != 0;
         if (weight == 0) group->rows[GRAD][r] = work->no_row;
     }
-    memset(group->squares, 0, sizeof group->squares);
+    /* (For memset, gcc takes an instruction that is slow for so few bytes.) */
+    for (int i = 0; i < 2 * LANES_OF_ROWS; i++) group->squares[i] = (VECTOR){0};
 }
 
 /* Go to the rows whose squares are summed while those before them are updated. */
@@ -629,9 +647,9 @@ static void NAME(lean_pass)(Share *share) {
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
         known += of_line[SCALE * LINE] != 0;
     }
-    work.rho = NAME(rho)(u);
     const double factor = u->exp_avg == NULL ? u->factor : 1 / u->moment_correction;
-    work.limit_share = u->limit_scale * factor * factor / (double)(known ? known : 1);
+    work.limit_share = u->limit_scale * factor * factor / (UNIT * UNIT) / (double)(known ? known : 1);
+    work.per_rho = 1 / (u->row_correction * NAME(rho)(u));
     /* 2. The rows */
     NAME(pass)(&work, NAME(lean_runs));
     /* 3. This thread's sums */

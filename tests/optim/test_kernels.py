@@ -112,6 +112,20 @@ class TestNative(EveryKernel):
         use(monkeypatch, native)
         return native
 
+    @pytest.mark.parametrize("name", ["coupled, amsgrad", "coupled, no momentum", "LEAN"])
+    def test_any_nan_of_a_state_stays_one(self, name, kernel):
+        """In bfloat16, also one with all bits set, as CUDA makes it."""
+        for entry in ("exp_avg_sq", "max_exp_avg_sq", "row_exp_avg_sq", "mean_update"):
+            p = self.parameter((9, 20), torch.bfloat16)
+            optimizer = optimizer_of([p], **CASES[name])
+            for step in range(3):
+                p.grad = self.gradient((9, 20), step, torch.bfloat16)
+                if step == 2 and entry in optimizer.state[p]:
+                    optimizer.state[p][entry].view(torch.int32).fill_(0x7FFFFFFF)
+                optimizer.step()
+            if entry in optimizer.state[p]:
+                assert p[1:].isnan().all(), entry
+
     @every_case
     def test_several_threads(self, options, dtype, kernel, monkeypatch):
         """More than there are rows, too."""

@@ -42,6 +42,9 @@ ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int vector) {
 #endif
 }
 
+/* A NaN of a state may have all bits set, as CUDA makes it; here it becomes one of arithmetic. */
+static WIDE NAME(quiet)(double x) { return x != x ? (WIDE)NAN : (WIDE)x; }
+
 /* Round to nearest, ties to even; or, with `noise`, stochastically. A NaN stays one: the lower half of
  * those of bfloat16, and of those that arithmetic makes, is 0, so that nothing is carried. */
 ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS *noise) {
@@ -412,7 +415,7 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }
-        step_size[NAME(place)(i)] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
+        step_size[NAME(place)(i)] = NAME(quiet)(u->lr / (sqrt(highest * u->scale) + u->eps));
     }
 }
 
@@ -565,7 +568,7 @@ static void NAME(lean_go_to)(NAME(Work) *work, int64_t first, int64_t run) {
             work->active += u->row_step != NULL && isinf(q);
         }
         work->active += weight != 0;
-        group->rate[r] = (WIDE)(weight * u->lr * (u->exp_avg == NULL ? u->factor : 1));
+        group->rate[r] = NAME(quiet)(weight * u->lr * (u->exp_avg == NULL ? u->factor : 1));
         group->moves[r] = weight != 0;
         if (weight == 0) group->rows[GRAD][r] = work->no_row;
     }
@@ -643,8 +646,8 @@ static void NAME(lean_pass)(Share *share) {
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         WIDE *of_line = vectors + OF(0) + i % LINE;
-        of_line[SCALE * LINE] = nu[j] == 0 ? 0 : (WIDE)(1 / (sqrt(nu[j] * u->scale) + u->eps));
-        of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
+        of_line[SCALE * LINE] = nu[j] == 0 ? 0 : NAME(quiet)(1 / (sqrt(nu[j] * u->scale) + u->eps));
+        of_line[MEAN * LINE] = mean == NULL ? 0 : NAME(quiet)(mean[j]);
         known += of_line[SCALE * LINE] != 0;
     }
     const double factor = u->exp_avg == NULL ? u->factor : 1 / u->moment_correction;

@@ -649,15 +649,19 @@ def _first_page() -> dict[str, Entry]:
 
 
 def _disturbed() -> dict[str, Entry]:
-    """Gradients that jump after clipping, and Coupled Adam where none does."""
+    """Gradients that jump, without clipping and with it, and none that does, without."""
     arms = {
         "adamw 0 0.999": {**WITHOUT_MOMENTUM, "lr_factor": 16.0},
         "coupled n=5": {**COUPLED, "lr_factor": 2**2.5},
         "lean": {**LEAN2, "beta2": 0.99, "lr_factor": 16.0},
     }
     jumps = {"none": FAST, "all": "disturbed:ALL", "row": "disturbed:ROW"}
+    norms = {"": 1e9, "clipped ": 1.0}
     return {
-        f"{jump} {arm}": Entry(options, SECOND_SETTINGS["1.2M"], variant)
+        f"{jump} {clipped}{arm}": Entry(
+            options, {**SECOND_SETTINGS["1.2M"], "training.max_grad_norm": norm}, variant
+        )
+        for clipped, norm in norms.items()
         for jump, variant in jumps.items()
         for arm, options in arms.items()
     }

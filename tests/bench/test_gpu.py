@@ -83,6 +83,6 @@ def test_what_a_cpu_can_do(gpu, tmp_path):
     assert [timed["optimizer"] for timed in content["steps"]] == list(IN_FLOAT32)
     assert [of["optimizer"] for of in content["training"]] == ["coupled", "lean"]
     outcomes = [test["outcome"] for test in content["tests"]]
-    assert outcomes.count("passed") > 10
-    assert set(outcomes) == {"passed", "skipped"}
-    assert f"{outcomes.count('passed')} passed" in result.stdout
+    assert len(outcomes) > 10
+    assert set(outcomes) == {"skipped"}  # they need a GPU
+    assert f"{len(outcomes)} skipped" in result.stdout

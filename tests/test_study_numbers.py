@@ -812,6 +812,19 @@ def test_the_mean_norm_at_the_end_of_each_run():
         said(f"| {name} | # to # |", min(numbers), max(numbers), page=PRACTICE)
 
 
+def test_gradients_that_jump():
+    def cost(jump, arm):
+        """How far a jump raises the validation loss."""
+        return seeds("disturbed", f"{jump} {arm}", "valid")[4] - none[arm]
+
+    arms = ("lean", "adamw 0 0.999", "coupled n=5")
+    none = {arm: seeds("disturbed", f"none {arm}", "valid")[4] for arm in arms}
+    of_all, of_row = ([cost(jump, arm) for arm in arms] for jump in ("all", "row"))
+    said("cost LEAN # of validation loss, AdamW # and Coupled Adam #;", *of_all, page=PRACTICE)
+    said("cost LEAN #, AdamW # and Coupled Adam # ([600", *of_row, page=PRACTICE)
+    assert max(cost("all clipped", arm) for arm in arms[:2]) < 0.01
+
+
 def test_what_the_paper_argues():
     theory = json.loads((ROOT / "benchmarks/results/theory.json").read_text())
     head = theory["sums"]["output"]["updates"]

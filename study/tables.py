@@ -581,6 +581,39 @@ def _rate(name: str, tried: Iterable[str]) -> str:
     return f"{rate:g}" + "*" * (rate in (rates[0], rates[-1]))
 
 
+VOCABULARY, WIDTH = 4096, 64
+EIGHT_BITS = 2 + 8 / 256
+"""Bytes of 8-bit AdamW for a parameter."""
+BESIDE_CORES: dict[str, tuple[tuple[str, str] | None, str, float]] = {
+    "AdamW, 0.9, 0.95": (
+        ("cores", "600 steps adamw 0.9 0.95"),
+        "adamw 0.9 0.95",
+        8 * VOCABULARY * WIDTH,
+    ),
+    "AdamW, 0, 0.999": (
+        ("settings", "1.2M adamw 0 0.999 n=8"),
+        "adamw 0 0.999",
+        8 * VOCABULARY * WIDTH,
+    ),
+    "LEAN": (("formula", "1.2M limit later x1"), "lean2 0 0.99", 4 * (VOCABULARY + 2 * WIDTH)),
+    "8-bit AdamW, 0.9, 0.95": (None, "all 0.9 0.95", EIGHT_BITS * VOCABULARY * WIDTH),
+    "8-bit AdamW, 0, 0.999": (None, "all 0 0.999", EIGHT_BITS * VOCABULARY * WIDTH),
+}
+"""Optimizers of the embeddings: runs beside a float32 core and an 8-bit one, and bytes of state."""
+
+
+def _cores() -> Table:
+    """Losses beside a float32 and an 8-bit core with one seed, and the state beside the latter."""
+    rows = []
+    for label, (usual, eight_bit, of_embeddings) in BESIDE_CORES.items():
+        beside = Line("", "cores", f"600 steps 8-bit {eight_bit}")
+        usual_loss = f"{by_seed(Line('', *usual), 'test_documents')[4]:.3f}" if usual else ""
+        core = EIGHT_BITS * (runs(beside)[4]["parameters"] - VOCABULARY * WIDTH)
+        state = f"{(core + of_embeddings) / 1e6:.2f}"
+        rows.append([label, usual_loss, f"{by_seed(beside, 'test_documents')[4]:.3f}", state])
+    return Table(["embeddings", "core in float32: L ↓", "core in 8 bits: L ↓", "state, MB"], rows)
+
+
 def _disturbed() -> Table:
     """Validation losses where nothing, all gradients or one row's jump, without clipping."""
     arms = {"AdamW, 0, 0.999": "adamw 0 0.999", "Coupled Adam": "coupled n=5", "LEAN": "lean"}
@@ -637,6 +670,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "finals_valid": finals.finals_table,
     "final_rates": finals.final_rates_table,
     "formula": finals.formula_table,
+    "cores": _cores,
     "disturbed": _disturbed,
 }
 

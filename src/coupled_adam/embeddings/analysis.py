@@ -267,7 +267,7 @@ def _counts(
     if inputs.tokens:
         with prefixed_usage_error("--tokens ", UsageError):
             ids = Tokens([token_file(path, rows, inputs.token_dtype) for path in inputs.tokens])
-        return unigram_counts(ids, rows)
+            return unigram_counts(ids, rows)
     if inputs.counts is not None:
         with prefixed_usage_error("--counts ", (ValueError, OSError)):
             return _read_counts(inputs.counts, is_token, rows)

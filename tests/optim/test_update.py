@@ -177,6 +177,26 @@ def test_rows_without_gradient_neither_count_nor_move(options, kernel):
     assert torch.equal(many[rest], before)
 
 
+@pytest.mark.parametrize(
+    ("name", "shares"), [("LEAN", (0.72, 0.16, 0.028)), ("coupled", (1.0, 1.0, 1.0))]
+)
+def test_columns_of_different_sizes(name, shares):
+    """How far the others move of 64 columns, of which one is 10, 100 and 1,000 times as large."""
+    lengths = []
+    for scale in (1.0, 10.0, 100.0, 1000.0):
+        p = nn.Parameter(matrix((200, 64)))
+        betas = (CASES[name].get("betas", (0.9, 0.99))[0], 0.99)
+        optimizer = optimizer_of([p], **{**CASES[name], "betas": betas, "zero_sum": False})
+        for g in gradients((200, 64), 100):
+            p.grad = g.clone()
+            p.grad[:, 0] *= scale
+            before = p.detach().clone()
+            optimizer.step()
+        lengths.append((p.detach() - before)[:, 1:].norm().item())
+    usual, *others = lengths
+    assert [length / usual for length in others] == pytest.approx(shares, rel=0.1)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("zero_sum", [True, False])
 def test_few_rows_do_not_learn_what_they_have_in_common(rows, zero_sum):
